@@ -1,0 +1,327 @@
+"""The JSON that a run writes and a baseline stores: its schema, as pydantic models.
+
+One schema serves both: a baseline is a run record that was accepted. Units are SI in the field's
+name (``_s``, ``_mib`` for memory); numbers are finite (a NaN or an infinity is refused with the
+path of the entry); unknown fields are refused, so that a typing error cannot pass as a setting.
+
+What decides whether two cases may be compared (``identity``) is kept apart from telemetry: driver
+and library versions explain a change, they do not forbid the comparison.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+SCHEMA_VERSION = 1
+
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Verdict(StrEnum):
+    """What the gate says of one case."""
+
+    PASS = "PASS"  #: accurate, and the speedup's interval clears 1 + floor; no regression
+    FASTER = "FASTER"  #: PASS, and faster than the baseline beyond the combined floors
+    BELOW_FLOOR = "BELOW_FLOOR"  #: accurate, but the speedup does not clear 1 + floor
+    SLOWER = "SLOWER"  #: slower than the baseline beyond the combined floors
+    MORE_MEMORY = "MORE_MEMORY"  #: candidate's peak memory above the baseline's tolerance
+    INCORRECT = "INCORRECT"  #: at least one element out of tolerance, or not finite
+    DISHONEST = "DISHONEST"  #: a probe caught the candidate (or harness) cheating
+    INCONCLUSIVE = "INCONCLUSIVE"  #: the interval straddles the floor after every extension
+    UNRESOLVABLE = "UNRESOLVABLE"  #: the timer cannot resolve the work
+    NO_BASELINE = "NO_BASELINE"  #: green on its own; nothing stored to compare with
+    STALE_BASELINE = "STALE_BASELINE"  #: stored for another reference, workload or method
+    OTHER_MACHINE = "OTHER_MACHINE"  #: green on its own; stored figures are another device's
+    UNSUPPORTED = "UNSUPPORTED"  #: this machine cannot hold or finish the case; says why
+    ACCURATE = "ACCURATE"  #: accuracy and honesty checked, not timed
+
+
+#: Verdicts that let a run pass without a word.
+GREEN = frozenset({Verdict.PASS, Verdict.FASTER, Verdict.ACCURATE, Verdict.UNSUPPORTED})
+#: Green with a notice, red under ``--fastlayer-require-baseline``.
+NOTICE = frozenset({Verdict.NO_BASELINE, Verdict.OTHER_MACHINE})
+
+
+class Model(BaseModel):
+    """Frozen, closed, finite: the rules that every record keeps."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=False)
+
+
+class Device(Model):
+    """Identity of the device that was measured. Every field decides comparability."""
+
+    type: Literal["cuda", "cpu"]
+    name: str
+    capability: tuple[int, int] | None = None  #: CUDA compute capability; None on CPU
+    multiprocessors: Count  #: streaming multiprocessors, or the threads torch uses on CPU
+    memory_mib: Count
+
+    @property
+    def slug(self) -> str:
+        """File-name form of the name: ``NVIDIA H200`` -> ``nvidia-h200``."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-") or self.type
+
+    def matches(self, other: Device) -> bool:
+        """Same device for the purpose of comparing ratios.
+
+        Memory may differ by 2%: drivers reserve different amounts on the same card.
+        """
+        same = (self.type, self.name, self.capability, self.multiprocessors) == (
+            other.type,
+            other.name,
+            other.capability,
+            other.multiprocessors,
+        )
+        largest = max(self.memory_mib, other.memory_mib)
+        return same and abs(self.memory_mib - other.memory_mib) <= 0.02 * largest
+
+
+class Software(Model):
+    """Telemetry: shown as "changed since", never a reason to refuse a comparison."""
+
+    python: str
+    platform: str
+    torch: str | None = None
+    triton: str | None = None
+    cuda: str | None = None
+    cudnn: str | None = None
+    driver: str | None = None
+
+
+class Precision(Model):
+    """Global float32 settings in force while a case was measured. Part of its identity."""
+
+    float32_matmul_precision: Literal["highest", "high", "medium"]
+    allow_tf32: bool  #: torch.backends.cuda.matmul.allow_tf32
+
+
+class ToleranceRecord(Model):
+    """``either``: |c-r| <= atol OR |c-r| <= rtol*|r|. ``sum``: |c-r| <= atol + rtol*|r|."""
+
+    atol: NonNegative
+    rtol: NonNegative
+    mode: Literal["either", "sum"] = "either"
+
+
+class RootMeanSquare(Model):
+    """Root-mean-square error against a float64 evaluation of the reference."""
+
+    candidate: NonNegative
+    reference: NonNegative
+
+
+class Accuracy(Model):
+    """Per-element comparison over all trials of a case.
+
+    ``budget_used`` is the worst finite element's share of its tolerance; ``None`` for ``max_abs``
+    and ``budget_used`` means that no finite pair existed.
+    """
+
+    trials: Count
+    seeds: tuple[int, ...]
+    failed: Count
+    nonfinite: Count  #: candidate elements that are NaN or inf where the reference is not the same
+    total: Count
+    max_abs: NonNegative | None
+    budget_used: NonNegative | None
+    tolerance: ToleranceRecord
+    rms_vs_float64: RootMeanSquare | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.failed == 0 and self.total > 0
+
+
+class Method(Model):
+    """How a case was timed. Two timings are comparable only when ``clock`` and ``l2`` agree."""
+
+    clock: Literal["cuda_events", "cpu_clock", "published"]
+    l2: Literal["warm", "cold"] = "warm"
+    settle_s: NonNegative
+    block_ms: Positive
+
+
+class NoiseFloor(Model):
+    """The four sources of the noise floor, as fractions; the floor is the largest."""
+
+    within_quad: NonNegative
+    control: NonNegative
+    resolution: NonNegative
+    min_effect: NonNegative
+
+    @property
+    def value(self) -> float:
+        return max(self.within_quad, self.control, self.resolution, self.min_effect)
+
+
+class Control(Model):
+    """The A/A control: one arm timed against itself by the same schedule."""
+
+    arm: Literal["reference", "candidate"]
+    speedup: Positive
+    ci: tuple[Positive, Positive] | None = None
+    pairs: Count | None = None
+
+
+class ForwardsPerBlock(Model):
+    """Forwards in one timed block of each arm."""
+
+    reference: Annotated[int, Field(ge=1)]
+    candidate: Annotated[int, Field(ge=1)]
+
+
+class Clocks(Model):
+    """What NVML said around the blocks: telemetry, and the reason why pairs were dropped."""
+
+    sm_mhz_min: Count
+    sm_mhz_max: Count
+    throttle_reasons: tuple[str, ...] = ()
+    other_processes: Count = 0
+
+
+class Timing(Model):
+    """A speedup (reference time over candidate time) with everything needed to judge it.
+
+    ``ci`` is the bootstrap interval of the speedup; ``noise_floor`` a fraction (0.01 = 1%).
+    ``log_ratios`` keeps the per-pair trace, natural logarithms in measured order; a baseline may
+    leave it out.
+    """
+
+    method: Method
+    reference_s: Positive
+    candidate_s: Positive
+    speedup: Positive
+    ci: tuple[Positive, Positive] | None
+    noise_floor: NonNegative
+    floor_sources: NoiseFloor | None = None
+    aa: Control | None = None
+    min_detectable_effect: NonNegative | None = None
+    pairs: Count
+    dropped_pairs: Count = 0
+    dropped_reasons: tuple[str, ...] = ()
+    extensions: Count = 0
+    forwards_per_block: ForwardsPerBlock | None = None
+    clocks: Clocks | None = None
+    log_ratios: tuple[float, ...] | None = None
+    warnings: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Timing:
+        if self.ci is not None and not self.ci[0] <= self.ci[1]:
+            raise ValueError(f"ci must be (low, high), got {self.ci}")
+        if self.floor_sources is not None and self.noise_floor < self.floor_sources.value:
+            raise ValueError("noise_floor is below one of its own sources")
+        return self
+
+
+class PeakMemory(Model):
+    """Peak memory of each arm above its starting level, MiB; None where it cannot be read."""
+
+    reference: NonNegative | None = None
+    candidate: NonNegative | None = None
+
+
+class Probe(Model):
+    """One honesty probe: whether it passed, and what the candidate did if it did not."""
+
+    name: str
+    passed: bool
+    message: str = ""
+
+
+class Rival(Model):
+    """A named third arm timed against the same reference in the same run."""
+
+    name: str
+    seconds: Positive | None = None
+    speedup: Positive | None = None
+    failed: Count | None = None
+    note: str = ""
+
+
+class Comparison(Model):
+    """The candidate's speedup now over the stored one: below 1 is slower."""
+
+    baseline: str  #: file the stored figure came from
+    provenance: Literal["measured", "published"]
+    ratio: Positive
+    ci: tuple[Positive, Positive] | None
+    threshold: NonNegative  #: combined noise floors, as a fraction
+    p_value: Annotated[float, Field(ge=0, le=1)]  #: one-sided, that the drop lies within threshold
+    changed_since: tuple[str, ...] = ()
+
+
+class CaseRecord(Model):
+    """One case of one run. A timing cannot be constructed for a case that is not accurate."""
+
+    verdict: Verdict
+    reason: str = ""
+    label: str = ""
+    workload: dict[str, JsonValue] = Field(default_factory=dict)
+    reference_sha256: Sha256 | None = None
+    reference_kind: Literal["dense", "oracle", "other"] = "other"
+    precision: Precision | None = None
+    route: str | None = None
+    launch: dict[str, JsonValue] | None = None
+    objections: dict[str, list[str]] | None = None  #: rejected route -> reasons
+    accuracy: Accuracy | None = None
+    timing: Timing | None = None
+    peak_mib: PeakMemory | None = None
+    probes: tuple[Probe, ...] = ()
+    rivals: tuple[Rival, ...] = ()
+    comparison: Comparison | None = None
+    nodeid: str | None = None
+
+    @model_validator(mode="after")
+    def _no_speed_without_a_pass(self) -> CaseRecord:
+        if self.timing is not None:
+            if self.verdict in (Verdict.INCORRECT, Verdict.DISHONEST):
+                raise ValueError(f"a {self.verdict} case cannot carry a timing")
+            if self.accuracy is None or not self.accuracy.passed:
+                raise ValueError("a timing needs an accuracy with no failed element")
+        return self
+
+
+class Settings(Model):
+    """The settings of the run as a whole; a case's own ``method`` is what it really used."""
+
+    pairs: Count
+    settle_s: NonNegative
+    block_ms: Positive
+    l2: Literal["warm", "cold"] = "warm"
+    min_effect: NonNegative
+    alpha: Annotated[float, Field(gt=0, lt=1)] = 0.05
+
+
+class RunRecord(Model):
+    """A run, and equally a baseline file."""
+
+    schema_version: Literal[1] = 1
+    provenance: Literal["measured", "published"] = "measured"
+    created: str  #: ISO 8601, UTC
+    commit: str | None = None  #: git revision, "-dirty" appended when the tree had changes
+    device: Device
+    software: Software
+    settings: Settings | None = None
+    notes: tuple[str, ...] = ()
+    cases: dict[str, CaseRecord] = Field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Stable text: sorted keys, two-space indent, a newline at the end, no NaN."""
+        import json
+
+        data = self.model_dump(mode="json", exclude_none=True, exclude_defaults=False)
+        return json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of a run record or baseline file."""
+    return RunRecord.model_json_schema()
