@@ -1,0 +1,180 @@
+"""pytest hooks, and nothing else. Importing this module imports neither torch nor numpy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_fastlayer import devices
+from pytest_fastlayer.fixtures import (
+    PAYLOADS,
+    RUN,
+    SETTINGS,
+    assert_elementwise,
+    paired,
+    paired_timing,
+    reference,
+)
+from pytest_fastlayer.options import add_options, read_settings
+from pytest_fastlayer.session import Run
+
+if TYPE_CHECKING:
+    from _pytest.terminal import TerminalReporter
+
+__all__ = ["assert_elementwise", "paired", "paired_timing", "reference"]
+
+MARKERS = (
+    "tolerance(atol=0.002, rtol=0.02, mode='either'): per-element tolerance of this test's pairs; "
+    "mode 'either' accepts |c-r| <= atol or |c-r| <= rtol*|r|, 'sum' is torch.allclose's rule.",
+    "paired_timing(pairs=, settle_s=, block_ms=, min_effect=, l2=, budget_s=, max_case_s=): how "
+    "this test's pairs are timed.",
+    "seeds(n): accuracy trials of this test's pairs, seeded 1234, 1235, ...",
+)
+TIMED_FIXTURES = frozenset({"paired", "paired_timing"})
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """True in an xdist worker, False in the controller and without xdist."""
+    return hasattr(config, "workerinput")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    add_options(parser)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    # Before any conftest, and so before anything imports torch and reads the variable.
+    devices.assign_gpu(os.environ)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in MARKERS:
+        config.addinivalue_line("markers", line)
+    settings = read_settings(config)
+    config.stash[SETTINGS] = settings
+    run = config.stash[RUN] = Run(settings)
+    if is_worker(config):
+        return
+    cache = getattr(config, "cache", None)
+    if cache is not None:
+        run.default_json = cache.mkdir("fastlayer") / "run.json"
+    config.pluginmanager.register(Recorder(config, run), "fastlayer-recorder")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    config = session.config
+    settings = config.stash[SETTINGS]
+    if is_worker(config):
+        return
+    if settings.pins:
+        from pytest_fastlayer.immutable import DigestError, check_pinned
+
+        try:
+            for path, digest in settings.pins:
+                check_pinned(path, digest)
+        except DigestError as error:
+            raise pytest.UsageError(str(error)) from None
+    if settings.bench and getattr(config.option, "dist", "no") == "each":
+        raise pytest.UsageError(
+            "--fastlayer-bench under --dist=each would time every case once per worker on the "
+            "same device; use --dist=load (the default of -n), or no -n"
+        )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.stash[SETTINGS].bench:
+        return
+    # As --benchmark-only does: a timed run has no company.
+    timed, rest = [], []
+    for item in items:
+        wanted = TIMED_FIXTURES.intersection(getattr(item, "fixturenames", ()))
+        (timed if wanted else rest).append(item)
+    if rest:
+        items[:] = timed
+        config.hook.pytest_deselected(items=rest)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    run = session.config.stash[RUN]
+    run.selected = len(session.items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    payloads = item.stash.get(PAYLOADS, [])
+    if call.when == "call" and payloads:
+        # A plain attribute of JSON types: xdist carries it to the controller with the report.
+        report.fastlayer = list(payloads)
+    return report
+
+
+def narrowed(session: pytest.Session) -> bool:
+    """True when a run may have left out some of the project's benchmarks."""
+    config = session.config
+    option = config.option
+    return bool(
+        option.keyword
+        or option.markexpr
+        or getattr(option, "lf", False)
+        or getattr(option, "deselect", None)
+        or getattr(option, "ignore", None)
+        or option.collectonly
+        or config.args_source is pytest.Config.ArgsSource.ARGS
+        or session.shouldstop
+        or session.shouldfail
+    )
+
+
+class Recorder:
+    """The controller's side: takes records off reports, judges and writes once all are in."""
+
+    def __init__(self, config: pytest.Config, run: Run) -> None:
+        self.config = config
+        self.run = run
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        payloads: list[dict[str, Any]] = getattr(report, "fastlayer", [])
+        for payload in payloads:
+            self.run.add(payload, report.nodeid)
+        if report.failed and not payloads and report.when != "teardown":
+            self.run.failed_without_record += 1
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        run = self.run
+        if exitstatus in (
+            pytest.ExitCode.USAGE_ERROR,
+            pytest.ExitCode.INTERNAL_ERROR,
+            pytest.ExitCode.INTERRUPTED,
+        ):
+            run.interrupted = True
+        run.complete = not (narrowed(session) or run.interrupted or run.failed_without_record)
+        if not run.finish() and exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: TerminalReporter) -> None:
+        run = self.run
+        if run.record is None and not run.errors:
+            return
+        if run.record is not None and (run.settings.bench or run.settings.verbose > 0):
+            from pytest_fastlayer.report import terminal
+
+            terminalreporter.section("fastlayer")
+            color = terminalreporter.hasmarkup
+            for line in terminal.summary(run.record, color=color, merge=run.merge):
+                terminalreporter.write_line(line)
+        for notice in run.notices:
+            terminalreporter.write_line(f"fastlayer: {notice}", yellow=True)
+        for error in run.errors:
+            terminalreporter.write_line(f"fastlayer: {error}", red=True, bold=True)
+        if terminalreporter.verbosity >= 0:
+            for path in run.written:
+                terminalreporter.write_line(f"fastlayer: wrote {path}")
