@@ -237,14 +237,36 @@ class Probe(Model):
     message: str = ""
 
 
-class Rival(Model):
-    """A named third arm timed against the same reference in the same run."""
+class Arm(Model):
+    """A further arm measured against the same reference in the same run.
+
+    A *rival* is what a user would pick instead; a *variant* is another way the candidate itself
+    could run. Refused arms stay, with the reason: a negative result is a result.
+    """
 
     name: str
-    seconds: Positive | None = None
-    speedup: Positive | None = None
-    failed: Count | None = None
-    note: str = ""
+    verdict: Verdict
+    reason: str = ""
+    launch: dict[str, JsonValue] | None = None
+    accuracy: Accuracy | None = None
+    timing: Timing | None = None
+    peak_mib: NonNegative | None = None
+
+    @model_validator(mode="after")
+    def _no_speed_without_a_pass(self) -> Arm:
+        _refuse_unearned_speed(self.verdict, self.accuracy, self.timing)
+        return self
+
+
+def _refuse_unearned_speed(
+    verdict: Verdict, accuracy: Accuracy | None, timing: Timing | None
+) -> None:
+    if timing is None:
+        return
+    if verdict in (Verdict.INCORRECT, Verdict.DISHONEST):
+        raise ValueError(f"a {verdict} case cannot carry a timing")
+    if accuracy is None or not accuracy.passed:
+        raise ValueError("a timing needs an accuracy with no failed element")
 
 
 class Comparison(Model):
@@ -276,17 +298,14 @@ class CaseRecord(Model):
     timing: Timing | None = None
     peak_mib: PeakMemory | None = None
     probes: tuple[Probe, ...] = ()
-    rivals: tuple[Rival, ...] = ()
+    rivals: tuple[Arm, ...] = ()
+    variants: tuple[Arm, ...] = ()
     comparison: Comparison | None = None
     nodeid: str | None = None
 
     @model_validator(mode="after")
     def _no_speed_without_a_pass(self) -> CaseRecord:
-        if self.timing is not None:
-            if self.verdict in (Verdict.INCORRECT, Verdict.DISHONEST):
-                raise ValueError(f"a {self.verdict} case cannot carry a timing")
-            if self.accuracy is None or not self.accuracy.passed:
-                raise ValueError("a timing needs an accuracy with no failed element")
+        _refuse_unearned_speed(self.verdict, self.accuracy, self.timing)
         return self
 
 

@@ -1,0 +1,502 @@
+"""One (reference, candidate) pair from inputs to a judged record.
+
+The order is the point: accuracy on every seed, then the honesty probes, then time. A pair that
+fails a step is recorded with its verdict and never reaches the next, so no speed is ever printed
+for a wrong or dishonest candidate.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pydantic import JsonValue
+
+from pytest_fastlayer import accuracy, baselines, devices, environment, gate, probes, timing
+from pytest_fastlayer import statistics as stats
+from pytest_fastlayer.immutable import FrozenReference
+from pytest_fastlayer.memory import peak_memory
+from pytest_fastlayer.options import Settings
+from pytest_fastlayer.records import (
+    Accuracy,
+    Arm,
+    CaseRecord,
+    Method,
+    PeakMemory,
+    Probe,
+    RunRecord,
+    Timing,
+    ToleranceRecord,
+    Verdict,
+)
+from pytest_fastlayer.session import make_policy
+
+FIRST_SEED = 1234
+#: Fewest pairs that still make an interval: three AB/BA quads.
+MIN_PAIRS = 6
+MAX_EXTENSIONS = 4
+
+#: What a setting is when neither command line, marker nor ini says otherwise. A CPU's clock is
+#: fine and its work slow, so blocks are short and a case must fit a budget.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cuda": {
+        "pairs": 60,
+        "settle_s": 3.0,
+        "block_ms": 50.0,
+        "budget_s": 60.0,
+        "max_case_s": 600.0,
+        "min_effect": 0.01,
+        "l2": "warm",
+        "seeds": 5,
+    },
+    "cpu": {
+        "pairs": 30,
+        "settle_s": 0.3,
+        "block_ms": 40.0,
+        "budget_s": 9.0,
+        "max_case_s": 120.0,
+        "min_effect": 0.02,
+        "l2": "warm",
+        "seeds": 5,
+    },
+}
+
+Inputs = Callable[[int], Any]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What the test's own markers say."""
+
+    tolerance: Mapping[str, Any] = field(default_factory=dict)
+    timing: Mapping[str, Any] = field(default_factory=dict)
+    seeds: int | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A reference, a candidate and how to feed them.
+
+    ``inputs(seed)`` returns the positional arguments of both callables: a tuple, or one tensor.
+    """
+
+    name: str
+    reference: FrozenReference
+    candidate: Callable[..., Any]
+    inputs: Inputs
+    label: str = ""
+    workload: Mapping[str, JsonValue] = field(default_factory=dict)
+    reference_kind: str = "other"
+    float64: Callable[..., Any] | None = None
+    describe: Callable[[], Mapping[str, Any]] | None = None
+    rivals: Mapping[str, Callable[[], Callable[..., Any]]] = field(default_factory=dict)
+    variants: Mapping[str, Callable[[], Callable[..., Any]]] = field(default_factory=dict)
+
+
+class UnknownRivalError(ValueError):
+    """``--fastlayer-rival`` names a rival that the pair does not offer."""
+
+
+def arguments(inputs: Inputs, seed: int) -> tuple[Any, ...]:
+    """The positional arguments of one forward."""
+    given = inputs(seed)
+    return tuple(given) if isinstance(given, (tuple, list)) else (given,)
+
+
+def device_of(*values: Any) -> torch.device:
+    """The device that a pair runs on: CUDA if any tensor among ``values`` is there."""
+    found = torch.device("cpu")
+    pending = list(values)
+    while pending:
+        value = pending.pop()
+        if isinstance(value, torch.Tensor):
+            if value.device.type == "cuda":
+                return value.device
+        elif isinstance(value, Mapping):
+            pending.extend(value.values())
+        elif isinstance(value, (tuple, list)):
+            pending.extend(value)
+    return found
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass
+class Workbench:
+    """Measures and judges pairs for one test item."""
+
+    settings: Settings
+    marks: Marks
+    family_size: int
+    rerun: str  #: the command that replays this test
+    progress: Progress
+
+    def knob(self, name: str, device: torch.device) -> Any:
+        """A setting of this item: command line, marker, ini, or the device's default."""
+        marked = self.marks.seeds if name == "seeds" else self.marks.timing.get(name)
+        return self.settings.choose(name, marked, DEFAULTS[device.type][name])
+
+    def tolerance(self) -> accuracy.Tolerance:
+        """The item's tolerance. The command line may only tighten what the test promises."""
+        promised = {"atol": 0.002, "rtol": 0.02, "mode": "either"}
+        promised |= {k: v for k, v in self.settings.ini.items() if k in promised and v is not None}
+        promised |= dict(self.marks.tolerance)
+        for name in ("atol", "rtol"):
+            asked = getattr(self.settings, name)
+            if asked is None:
+                continue
+            if asked > promised[name]:
+                raise ValueError(
+                    f"--fastlayer-{name}={asked:g} would loosen this test's {name} of "
+                    f"{promised[name]:g}; a tolerance is loosened only where the test states it, "
+                    "with @pytest.mark.tolerance"
+                )
+            promised[name] = asked
+        return accuracy.Tolerance(**promised)
+
+    def run(self, pair: Pair) -> tuple[CaseRecord, dict[str, Any], str]:
+        """Measure and judge a pair.
+
+        Returns:
+            The record, the run header (device, software, settings) and the failure message of the
+            comparison, empty when every element is within tolerance.
+        """
+        first = arguments(pair.inputs, FIRST_SEED)
+        device = device_of(first, pair.reference.parameters())
+        key = devices.lock_key_for(device.type)
+        header = self.header(device)
+        with devices.device_lock(key, exclusive=False), torch.no_grad():
+            case, message, cost = self._check(pair, device)
+        if case.verdict is Verdict.ACCURATE and self.settings.bench:
+            with devices.device_lock(key, exclusive=True), torch.no_grad():
+                case = self._time(pair, case, device, cost)
+            case = self._judge(pair, case, header)
+        return case, header, message
+
+    def header(self, device: torch.device) -> dict[str, Any]:
+        """What every record of this run says of machine and settings."""
+        return {
+            "device": environment.device_record(device).model_dump(mode="json"),
+            "software": environment.software_record().model_dump(mode="json"),
+            "settings": {
+                name: self.knob(name, device)
+                for name in ("pairs", "settle_s", "block_ms", "l2", "min_effect")
+            }
+            | {"alpha": self.settings.alpha},
+        }
+
+    # -- accuracy and honesty ---------------------------------------------------------------
+
+    def _check(
+        self, pair: Pair, device: torch.device
+    ) -> tuple[CaseRecord, str, tuple[float, float]]:
+        tolerance = self.tolerance()
+        seeds = range(FIRST_SEED, FIRST_SEED + self.knob("seeds", device))
+        trial, rms = None, None
+        cost = (math.inf, math.inf)
+        used: list[int] = []
+        failure = ""
+        for seed in seeds:
+            if used and self._over_budget(len(used), sum(cost), device):
+                break
+            self.progress(f"accuracy, seed {seed}")
+            args = arguments(pair.inputs, seed)
+            expected, reference_s = self._timed(pair.reference, args, device)
+            actual, candidate_s = self._timed(pair.candidate, args, device)
+            cost = (min(cost[0], reference_s), min(cost[1], candidate_s))
+            result = accuracy.compare(actual, expected, tolerance)
+            if not result.passed and not failure:
+                failure = result.message(seed=seed, replay=self.rerun)
+            if self.settings.bench and rms is None and self._affords_float64(cost, device):
+                self.progress("accuracy against float64")
+                rms = self._rms(pair, args, actual, expected)
+            trial = result if trial is None else trial.merge(result)
+            used.append(seed)
+            del actual, expected
+        assert trial is not None
+        pair.reference.verify()
+        measured = accuracy.to_record(trial, used, tolerance, rms)
+        verdict, reason = Verdict.ACCURATE, ""
+        if not measured.passed:
+            verdict = Verdict.INCORRECT
+            reason = f"{measured.failed:,} of {measured.total:,} elements are out of tolerance"
+            if measured.nonfinite:
+                reason += f", {measured.nonfinite:,} of them not finite"
+        honesty: tuple[Probe, ...] = ()
+        if verdict is Verdict.ACCURATE:
+            self.progress("honesty probes")
+            honesty = probes.run_probes(
+                pair.reference, pair.candidate, pair.inputs, used, tolerance, device, cost=cost
+            )
+            caught = [probe for probe in honesty if not probe.passed]
+            if caught:
+                verdict = Verdict.DISHONEST
+                reason = "; ".join(f"{probe.name}: {probe.message}" for probe in caught)
+        if not reason and len(used) < len(seeds):
+            reason = f"{len(used)} of {len(seeds)} seeds fit the time budget"
+        described = dict(pair.describe()) if pair.describe is not None else {}
+        case = CaseRecord(
+            verdict=verdict,
+            reason=reason,
+            label=pair.label or pair.name,
+            workload=dict(pair.workload),
+            reference_sha256=pair.reference.sha256,
+            reference_kind=pair.reference_kind,  # type: ignore[arg-type]
+            precision=environment.precision_record(),
+            route=described.get("route"),
+            launch=described.get("launch"),
+            objections=described.get("objections"),
+            accuracy=measured,
+            probes=honesty,
+        )
+        return case, failure, cost
+
+    def _timed(
+        self, function: Callable[..., Any], args: tuple[Any, ...], device: torch.device
+    ) -> tuple[Any, float]:
+        """A forward and its wall time: a rough cost, for planning only."""
+        synchronize(device)
+        start = time.perf_counter()
+        result = function(*args)
+        synchronize(device)
+        return result, time.perf_counter() - start
+
+    def _over_budget(self, trials: int, pair_s: float, device: torch.device) -> bool:
+        return (trials + 1) * pair_s > self.knob("budget_s", device)
+
+    def _affords_float64(self, cost: tuple[float, float], device: torch.device) -> bool:
+        # float64 costs about twice on a CPU; on a GPU it is never what decides.
+        return device.type == "cuda" or 3 * cost[0] < self.knob("budget_s", device) / 4
+
+    def _rms(
+        self, pair: Pair, args: tuple[Any, ...], actual: Any, expected: Any
+    ) -> accuracy.RootMeanSquare | None:
+        exact_fn = pair.float64 or pair.reference.float64()
+        if exact_fn is None:
+            return None
+        try:
+            exact = exact_fn(*accuracy.to_float64(args))
+            return accuracy.rms_against(exact, candidate=actual, reference=expected)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return None
+
+    # -- time ---------------------------------------------------------------------------------
+
+    def _time(
+        self, pair: Pair, case: CaseRecord, device: torch.device, cost: tuple[float, float]
+    ) -> CaseRecord:
+        shortest = MIN_PAIRS * sum(cost)
+        limit = self.knob("max_case_s", device)
+        if shortest > limit:
+            return case.model_copy(
+                update={
+                    "verdict": Verdict.UNSUPPORTED,
+                    "reason": f"{MIN_PAIRS} pairs would take {shortest:,.0f} s of the "
+                    f"{limit:,.0f} s a case may take (--fastlayer-max-case)",
+                }
+            )
+        args = arguments(pair.inputs, FIRST_SEED)
+        reference = timing.bind(pair.reference, args)
+        candidate = timing.bind(pair.candidate, args)
+        peak = PeakMemory(
+            reference=peak_memory(reference, device), candidate=peak_memory(candidate, device)
+        )
+        measured = self._measure(reference, candidate, device, cost)
+        rivals = tuple(self._arm(pair, name, pair.rivals, device) for name in self._rivals(pair))
+        pair.reference.verify()
+        return case.model_copy(update={"timing": measured, "peak_mib": peak, "rivals": rivals})
+
+    def _plan(self, device: torch.device, pairs: int, share: float) -> timing.Plan:
+        return timing.Plan(
+            pairs=pairs,
+            settle_s=self.knob("settle_s", device),
+            block_ms=self.knob("block_ms", device),
+            budget_s=share * self.knob("budget_s", device),
+            l2=self.knob("l2", device),
+        )
+
+    def _measure(
+        self,
+        reference: Callable[[], Any],
+        candidate: Callable[[], Any],
+        device: torch.device,
+        cost: tuple[float, float],
+    ) -> Timing:
+        """Pairs, the A/A control, and extensions while the interval straddles the floor."""
+        clock = timing.clock_for(device)
+        pairs = self.knob("pairs", device)
+        plan = self._plan(device, pairs, share=2 / 3)
+        # An arm against itself shows what the schedule alone reports; the cheaper arm serves
+        # where the dearer would not fit the budget.
+        affordable = 2 * MIN_PAIRS * cost[0] <= self.knob("budget_s", device) / 3
+        control_arm = "reference" if affordable else "candidate"
+        control_fn = reference if affordable else candidate
+        control_plan = self._plan(
+            device, pairs if self.settings.aa else max(MIN_PAIRS, pairs // 3), share=1 / 3
+        )
+        monitor = environment.NvmlMonitor(device)
+        samples = timing.measure(
+            reference, candidate, clock=clock, plan=plan, monitor=monitor, progress=self.progress
+        )
+        self.progress("A/A control")
+        control = timing.measure(
+            control_fn,
+            control_fn,
+            clock=clock,
+            plan=control_plan,
+            monitor=monitor,
+            skip_settle=True,
+        )
+        policy = self._policy()
+        extensions = 0
+        while True:
+            summary = stats.summarize(
+                samples.paired,
+                control=control.paired,
+                control_arm=control_arm,
+                method=Method(
+                    clock=clock.name,
+                    l2=plan.l2,
+                    settle_s=plan.settle_s,
+                    block_ms=plan.block_ms,
+                ),
+                min_effect=self.knob("min_effect", device),
+                extensions=extensions,
+            )
+            if extensions == MAX_EXTENSIONS or not gate.needs_extension(summary, policy):
+                break
+            extensions += 1
+            self.progress(f"inconclusive, extension {extensions} of {MAX_EXTENSIONS}")
+            samples = samples.extended(
+                timing.measure(
+                    reference,
+                    candidate,
+                    clock=clock,
+                    plan=plan,
+                    monitor=monitor,
+                    skip_settle=True,
+                    forwards=samples.paired.forwards,
+                )
+            )
+        return summary.model_copy(
+            update={
+                "clocks": monitor.summary(),
+                "warnings": (*summary.warnings, *samples.warnings),
+                "dropped_reasons": samples.dropped_reasons,
+            }
+        )
+
+    def _rivals(self, pair: Pair) -> Sequence[str]:
+        unknown = [name for name in self.settings.rivals if name not in pair.rivals]
+        if unknown and pair.rivals:
+            raise UnknownRivalError(
+                f"--fastlayer-rival={unknown[0]}: {pair.name} offers "
+                f"{', '.join(sorted(pair.rivals))}"
+            )
+        return [name for name in self.settings.rivals if name in pair.rivals]
+
+    def _arm(
+        self,
+        pair: Pair,
+        name: str,
+        factories: Mapping[str, Callable[[], Callable[..., Any]]],
+        device: torch.device,
+    ) -> Arm:
+        """A further arm, checked and timed against the same reference."""
+        self.progress(f"arm {name}")
+        tolerance = self.tolerance()
+        try:
+            function = factories[name]()
+            args = arguments(pair.inputs, FIRST_SEED)
+            expected, reference_s = self._timed(pair.reference, args, device)
+            self._timed(function, args, device)
+            actual, candidate_s = self._timed(function, args, device)
+        except (RuntimeError, ValueError, TypeError) as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            return Arm(name=name, verdict=Verdict.UNSUPPORTED, reason=reason)
+        result = accuracy.compare(actual, expected, tolerance)
+        measured = accuracy.to_record(result, [FIRST_SEED], tolerance, None)
+        del actual, expected
+        if not measured.passed:
+            return Arm(
+                name=name,
+                verdict=Verdict.INCORRECT,
+                reason=f"{measured.failed:,} of {measured.total:,} elements out of tolerance",
+                accuracy=measured,
+            )
+        reference = timing.bind(pair.reference, args)
+        candidate = timing.bind(function, args)
+        summary = self._measure(reference, candidate, device, (reference_s, candidate_s))
+        judged = gate.judge(
+            CaseRecord(verdict=Verdict.ACCURATE, accuracy=measured, timing=summary),
+            None,
+            name=name,
+            device=environment.device_record(device),
+            policy=self._policy(),
+            baseline_path=None,
+        )
+        return Arm(
+            name=name,
+            verdict=judged.verdict,
+            reason=judged.reason,
+            accuracy=measured,
+            timing=summary,
+            peak_mib=peak_memory(candidate, device),
+        )
+
+    # -- verdict --------------------------------------------------------------------------------
+
+    def _policy(self) -> gate.Policy:
+        return make_policy(self.settings, family_size=self.family_size)
+
+    def _judge(self, pair: Pair, case: CaseRecord, header: Mapping[str, Any]) -> CaseRecord:
+        if case.verdict is Verdict.UNSUPPORTED:
+            return case
+        device = environment.Device.model_validate(header["device"])
+        path = baselines.find(self.settings.baseline, device)
+        stored: RunRecord | None = baselines.load(path) if path.exists() else None
+        if stored is None and self.settings.baseline_given and not self.settings.update_baseline:
+            raise baselines.BaselineNotFoundError(
+                f"--fastlayer-baseline={self.settings.baseline}: {path} does not exist; give a "
+                "record or a folder of <device>.json files, or create it with "
+                "--fastlayer-update-baseline"
+            )
+        return gate.judge(
+            case,
+            stored,
+            name=pair.name,
+            device=device,
+            policy=self._policy(),
+            baseline_path=path.name,
+        )
+
+
+def unsupported(reason: str, label: str, workload: Mapping[str, JsonValue]) -> CaseRecord:
+    """The record of a case that this machine cannot hold or finish."""
+    return CaseRecord(
+        verdict=Verdict.UNSUPPORTED, reason=reason, label=label, workload=dict(workload)
+    )
+
+
+__all__ = [
+    "DEFAULTS",
+    "FIRST_SEED",
+    "Accuracy",
+    "Marks",
+    "Pair",
+    "ToleranceRecord",
+    "UnknownRivalError",
+    "Workbench",
+    "arguments",
+    "device_of",
+    "unsupported",
+]
