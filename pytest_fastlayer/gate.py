@@ -1,0 +1,419 @@
+"""From one case's record, a baseline and a policy to a verdict with its reason. Pure.
+
+Order of judgement, the first that applies: UNSUPPORTED or UNRESOLVABLE (set by whoever measured),
+DISHONEST, INCORRECT, ACCURATE (nothing timed), then against the baseline SLOWER and MORE_MEMORY,
+then on its own BELOW_FLOOR and INCONCLUSIVE, then STALE_BASELINE, OTHER_MACHINE, NO_BASELINE,
+FASTER, PASS.
+
+Multiplicity: an item of a run is judged before the others are known, so it must pass Holm's
+*first* step, ``p <= alpha / m`` with m the cases to be timed. `judge_run` takes the remaining
+steps once the run is complete; it can only turn further cases SLOWER, never take one back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pytest_fastlayer import records, statistics
+from pytest_fastlayer.records import GREEN, CaseRecord, Comparison, RunRecord, Timing, Verdict
+
+MAX_EXTENSIONS = 4
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a run demands. Fractions are fractions: 0.02 is 2%.
+
+    ``min_speedup`` is the claim: the speedup's interval must clear ``min_speedup * (1 + floor)``.
+    ``family_size`` is the number of cases timed in this run. Memory may grow by the larger of
+    ``memory_tolerance`` (of the stored peak) and ``memory_slack_mib``. ``accepted`` names cases
+    whose worse figure the user accepts: it waives what is relative to the stored figure (SLOWER,
+    MORE_MEMORY, STALE_BASELINE) and nothing else.
+    """
+
+    alpha: float = 0.05
+    min_speedup: float = 1.0
+    require_baseline: bool = False
+    require_quiet: bool = False
+    memory_tolerance: float = 0.02
+    memory_slack_mib: float = 8.0
+    family_size: int = 1
+    accepted: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "alpha": (0 < self.alpha < 1, "a fraction between 0 and 1, such as 0.05"),
+            "min_speedup": (0 < self.min_speedup < np.inf, "a positive ratio, such as 1.0"),
+            "memory_tolerance": (0 <= self.memory_tolerance < np.inf, "a fraction, such as 0.02"),
+            "memory_slack_mib": (0 <= self.memory_slack_mib < np.inf, "MiB, zero or more"),
+            "family_size": (self.family_size >= 1, "the number of timed cases, at least 1"),
+        }
+        for name, (fine, expected) in allowed.items():
+            if not fine:
+                raise ValueError(f"{name} is {getattr(self, name)}: expected {expected}")
+
+
+@dataclass(frozen=True)
+class _Finding:
+    verdict: Verdict
+    reason: str
+
+
+def judge(
+    case: CaseRecord,
+    baseline: RunRecord | None,
+    *,
+    name: str,
+    device: records.Device,
+    policy: Policy,
+    baseline_path: str = "",
+    software: records.Software | None = None,
+) -> CaseRecord:
+    """A copy of ``case`` with verdict, reason and, where comparable, the comparison.
+
+    ``name`` is the case's key in the baseline, ``device`` and ``software`` what it ran on;
+    ``baseline_path`` is only told to the reader. A case that arrives as UNSUPPORTED or
+    UNRESOLVABLE keeps its verdict and reason.
+    """
+    blocked = _blocked(case)
+    if blocked is not None:
+        return _with(case, blocked, timing=None, comparison=None)
+    timing = case.timing
+    if timing is None:
+        return _with(case, _Finding(Verdict.ACCURATE, f"{_accuracy(case)}; not timed."))
+
+    obstacle = _obstacle(case, baseline, name, device, baseline_path)
+    comparison, finding = None, None
+    if obstacle is None:
+        assert baseline is not None  # _obstacle would have said NO_BASELINE
+        stored = baseline.cases[name]
+        assert stored.timing is not None
+        comparison = statistics.compare_ratio(
+            timing,
+            stored.timing,
+            baseline_path=baseline_path,
+            provenance=baseline.provenance,
+            changed_since=changed_since(software, baseline.software),
+        )
+        finding = _regression(case, stored, comparison, policy, policy.alpha / policy.family_size)
+    elif obstacle.verdict is Verdict.STALE_BASELINE:
+        finding = obstacle
+
+    waived = ""
+    if finding is not None and name in policy.accepted:
+        waived = f" Accepted by name: {finding.verdict}, {finding.reason}"
+        finding = None
+    relative = None if finding is obstacle else finding
+    finding = relative or _claim(timing, policy) or (None if waived else obstacle)
+    finding = finding or _green(timing, baseline, name, comparison, policy)
+    return _with(case, _Finding(finding.verdict, finding.reason + waived), comparison=comparison)
+
+
+def judge_failure(case: CaseRecord, error: statistics.SamplesError) -> CaseRecord:
+    """A copy of ``case`` whose samples gave no speedup: UNRESOLVABLE or INCONCLUSIVE, and why."""
+    return _with(case, _Finding(error.verdict, f"{error}."), timing=None, comparison=None)
+
+
+def needs_extension(timing: Timing, policy: Policy) -> bool:
+    """Whether more pairs could decide: the interval straddles the bar and looks remain."""
+    low, high = _interval(timing)
+    return low <= _bar(timing, policy) < high and timing.extensions < MAX_EXTENSIONS
+
+
+def judge_run(cases: Mapping[str, CaseRecord], policy: Policy) -> dict[str, CaseRecord]:
+    """All cases after Holm's full procedure over the run's comparisons; same keys, same order.
+
+    Further cases may turn SLOWER; none that the item-time step failed turns green again, nor
+    does a case worse than SLOWER change. Names in ``policy.accepted`` stay as they are.
+    """
+    compared = {name: c.comparison for name, c in cases.items() if c.comparison is not None}
+    rejected = statistics.holm([c.p_value for c in compared.values()], policy.alpha)
+    judged = dict(cases)
+    for (name, comparison), is_slower in zip(compared.items(), rejected, strict=True):
+        case = cases[name]
+        if is_slower and _beyond(comparison) and name not in policy.accepted and case.timing:
+            text = _slower(comparison, case.timing, f"Holm over {len(compared)} cases")
+            judged[name] = _with(case, _Finding(Verdict.SLOWER, text))
+    return judged
+
+
+def is_failure(verdict: Verdict, policy: Policy) -> bool:
+    """Whether the verdict fails its test item under this policy."""
+    if verdict in records.NOTICE:
+        return policy.require_baseline
+    return verdict not in GREEN
+
+
+#: Exit codes of ``fastlayer-gate`` for failing verdicts, most serious first.
+EXIT_CODES: dict[Verdict, int] = {
+    Verdict.INCORRECT: 11,
+    Verdict.DISHONEST: 11,
+    Verdict.SLOWER: 10,
+    Verdict.MORE_MEMORY: 10,
+    Verdict.BELOW_FLOOR: 10,
+    Verdict.INCONCLUSIVE: 12,
+    Verdict.UNRESOLVABLE: 12,
+    Verdict.STALE_BASELINE: 13,
+    Verdict.OTHER_MACHINE: 13,
+    Verdict.NO_BASELINE: 14,
+}
+
+
+def exit_code(verdicts: Iterable[Verdict], policy: Policy) -> int:
+    """0 when nothing fails, else the code of the most serious failing verdict.
+
+    10 slower (also more memory, or below its floor), 11 incorrect or dishonest, 12 inconclusive,
+    13 not comparable, 14 missing baseline. 2 is left to usage errors.
+    """
+    failing = {verdict for verdict in verdicts if is_failure(verdict, policy)}
+    return next((code for verdict, code in EXIT_CODES.items() if verdict in failing), 0)
+
+
+def changed_since(now: records.Software | None, then: records.Software) -> tuple[str, ...]:
+    """Telemetry that differs, as ``"torch 2.11 -> 2.13"``; explains, never forbids."""
+    if now is None:
+        return ()
+    old, new = then.model_dump(), now.model_dump()
+    return tuple(
+        f"{field} {old[field]} -> {new[field]}"
+        for field in old
+        if None not in (old[field], new[field]) and old[field] != new[field]
+    )
+
+
+def memory_limit_mib(stored_mib: float, policy: Policy) -> float:
+    """Most that the candidate's peak memory may be, given the stored peak, both MiB."""
+    return stored_mib + max(policy.memory_tolerance * stored_mib, policy.memory_slack_mib)
+
+
+def _with(case: CaseRecord, finding: _Finding, **updates: Any) -> CaseRecord:
+    return case.model_copy(update={"verdict": finding.verdict, "reason": finding.reason, **updates})
+
+
+def _interval(timing: Timing) -> tuple[float, float]:
+    if timing.ci is not None:
+        return timing.ci
+    return timing.speedup / (1 + timing.noise_floor), timing.speedup * (1 + timing.noise_floor)
+
+
+def _bar(timing: Timing, policy: Policy) -> float:
+    return policy.min_speedup * (1 + timing.noise_floor)
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f}%"
+
+
+def _ratio(value: float, ci: tuple[float, float] | None) -> str:
+    """Three decimals near 1, where the third decides; two further away."""
+    digits = 3 if 0.1 < value < 2 else 2
+    ends = f" [{ci[0]:.{digits}f}, {ci[1]:.{digits}f}]" if ci else ""
+    return f"{value:.{digits}f}x{ends}"
+
+
+def _accuracy(case: CaseRecord) -> str:
+    if case.accuracy is None:
+        return "accuracy was not measured"
+    return (
+        f"{case.accuracy.failed} of {case.accuracy.total} elements out of tolerance "
+        f"in {case.accuracy.trials} trials"
+    )
+
+
+def _blocked(case: CaseRecord) -> _Finding | None:
+    """What forbids judging speed at all."""
+    if case.verdict in (Verdict.UNSUPPORTED, Verdict.UNRESOLVABLE):
+        return _Finding(case.verdict, case.reason)
+    caught = [probe for probe in case.probes if not probe.passed]
+    if caught:
+        said = "; ".join(f"{probe.name}: {probe.message or 'failed'}" for probe in caught)
+        return _Finding(
+            Verdict.DISHONEST,
+            f"{len(caught)} of {len(case.probes)} honesty probes caught the candidate "
+            f"({said}): make every call compute its result from its inputs alone.",
+        )
+    if case.accuracy is None or not case.accuracy.passed:
+        detail = _accuracy(case)
+        if case.accuracy is not None:
+            detail += f", {case.accuracy.nonfinite} not finite"
+            if case.accuracy.budget_used is not None:
+                detail += f", the worst at {case.accuracy.budget_used:.2f} of its budget"
+        return _Finding(
+            Verdict.INCORRECT,
+            f"{detail}: correct the candidate first, a wrong result has no speed.",
+        )
+    return None
+
+
+def _obstacle(
+    case: CaseRecord, baseline: RunRecord | None, name: str, device: records.Device, path: str
+) -> _Finding | None:
+    """Why the case cannot be compared with the baseline, if it cannot."""
+    where = path or "the baseline"
+    if baseline is None:
+        return _Finding(
+            Verdict.NO_BASELINE,
+            f"nothing is stored at {where}: store this run with --fastlayer-update-baseline.",
+        )
+    if not device.matches(baseline.device):
+        return _Finding(
+            Verdict.OTHER_MACHINE,
+            f"{where} was measured on {_describe(baseline.device)}, this run on "
+            f"{_describe(device)}: store this machine's own with --fastlayer-update-baseline.",
+        )
+    stored = baseline.cases.get(name)
+    if stored is None or stored.timing is None:
+        what = "no such case" if stored is None else "no timing of it"
+        return _Finding(
+            Verdict.NO_BASELINE,
+            f"{where} holds {len(baseline.cases)} cases but {what}: add it with "
+            "--fastlayer-update-baseline.",
+        )
+    changes = _identity_changes(case, stored)
+    if changes:
+        return _Finding(
+            Verdict.STALE_BASELINE,
+            f"{where} was stored for another {' and '.join(changes)}: restore what changed, or "
+            f"accept it with --fastlayer-update-baseline --fastlayer-accept {name}.",
+        )
+    return None
+
+
+def _describe(device: records.Device) -> str:
+    units = "multiprocessors" if device.type == "cuda" else "threads"
+    capability = "capability {}.{}, ".format(*device.capability) if device.capability else ""
+    return f"{device.name} ({capability}{device.multiprocessors} {units}, {device.memory_mib} MiB)"
+
+
+def _identity_changes(case: CaseRecord, stored: CaseRecord) -> list[str]:
+    """What decides comparability and differs, each as ``what (then, now)``."""
+    assert case.timing is not None
+    assert stored.timing is not None
+    rows: list[tuple[str, Any, Any]] = [
+        ("workload", _canonical(stored.workload), _canonical(case.workload)),
+        ("precision", _precision(stored), _precision(case)),
+        ("clock", _clock(stored.timing), _clock(case.timing)),
+        ("L2 state", stored.timing.method.l2, case.timing.method.l2),
+    ]
+    if stored.reference_sha256 and case.reference_sha256:
+        digests = (stored.reference_sha256[:12], case.reference_sha256[:12])
+        if stored.reference_sha256 != case.reference_sha256:
+            rows.append(("reference digest", *digests))
+    return [f"{what} ({then} then, {now} now)" for what, then, now in rows if then != now]
+
+
+def _canonical(workload: Mapping[str, Any]) -> str:
+    return json.dumps(workload, sort_keys=True)
+
+
+def _precision(case: CaseRecord) -> str:
+    if case.precision is None:
+        return "unstated"
+    tf32 = "on" if case.precision.allow_tf32 else "off"
+    return f"{case.precision.float32_matmul_precision}, TF32 {tf32}"
+
+
+def _clock(timing: Timing) -> str:
+    """Published figures were taken with CUDA events."""
+    return "cuda_events" if timing.method.clock == "published" else timing.method.clock
+
+
+def _beyond(comparison: Comparison) -> bool:
+    """The whole interval of the ratio lies below the combined floors."""
+    return comparison.ci is not None and comparison.ci[1] < 1 / (1 + comparison.threshold)
+
+
+def _regression(
+    case: CaseRecord, stored: CaseRecord, comparison: Comparison, policy: Policy, step: float
+) -> _Finding | None:
+    """SLOWER or MORE_MEMORY than stored."""
+    assert case.timing is not None
+    if _beyond(comparison) and comparison.p_value <= step:
+        text = _slower(comparison, case.timing, f"p = {comparison.p_value:.2g} <= {step:.2g}")
+        return _Finding(Verdict.SLOWER, text)
+    now = case.peak_mib.candidate if case.peak_mib else None
+    then = stored.peak_mib.candidate if stored.peak_mib else None
+    if now is not None and then is not None and now > memory_limit_mib(then, policy):
+        return _Finding(
+            Verdict.MORE_MEMORY,
+            f"the candidate's peak memory is {now:.1f} MiB, stored {then:.1f} MiB, limit "
+            f"{memory_limit_mib(then, policy):.1f} MiB: free intermediate tensors earlier, or "
+            "accept the figure with --fastlayer-accept.",
+        )
+    return None
+
+
+def _slower(comparison: Comparison, timing: Timing, evidence: str) -> str:
+    since = ", ".join(comparison.changed_since)
+    since = f"; changed since: {since}" if since else ""
+    return (
+        f"the speedup is {_ratio(timing.speedup, timing.ci)}, "
+        f"{_ratio(comparison.ratio, comparison.ci)} of the stored one, wholly beyond the combined "
+        f"floors of {_percent(comparison.threshold)} ({evidence}"
+        f"{since}): find the change that cost it, or accept "
+        "the figure with --fastlayer-accept."
+    )
+
+
+def _claim(timing: Timing, policy: Policy) -> _Finding | None:
+    """BELOW_FLOOR or INCONCLUSIVE: the speedup on its own does not clear the bar."""
+    bar = _bar(timing, policy)
+    low, high = _interval(timing)
+    said = f"{_ratio(timing.speedup, (low, high))}"
+    against = f"{bar:.3f}x ({policy.min_speedup:g}x and a floor of {_percent(timing.noise_floor)})"
+    if high <= bar:
+        return _Finding(
+            Verdict.BELOW_FLOOR,
+            f"the speedup {said} does not reach {against}: a faster candidate, a quieter machine "
+            "or a lower min_speedup is needed.",
+        )
+    if low <= bar:
+        return _Finding(
+            Verdict.INCONCLUSIVE,
+            f"the speedup {said} straddles {against} after {timing.extensions} extensions and "
+            f"{timing.pairs} pairs: quieten the machine or measure more pairs.",
+        )
+    others = timing.clocks.other_processes if timing.clocks else 0
+    if policy.require_quiet and others:
+        return _Finding(
+            Verdict.INCONCLUSIVE,
+            f"{others} other processes used the device while {said} was measured: stop them, or "
+            "drop --fastlayer-require-quiet.",
+        )
+    return None
+
+
+def _green(
+    timing: Timing,
+    baseline: RunRecord | None,
+    name: str,
+    comparison: Comparison | None,
+    policy: Policy,
+) -> _Finding:
+    said = (
+        f"the speedup {_ratio(timing.speedup, timing.ci)} clears {_bar(timing, policy):.3f}x "
+        f"(floor {_percent(timing.noise_floor)})"
+    )
+    if comparison is None or baseline is None:
+        return _Finding(Verdict.PASS, f"{said}.")
+    said += f" and is {_ratio(comparison.ratio, comparison.ci)} of the stored one"
+    stored = baseline.cases[name].timing
+    assert stored is not None
+    # A gain is a drop seen from the other side.
+    gain = statistics.compare_ratio(stored, timing)
+    if _beyond(gain) and gain.p_value <= policy.alpha / policy.family_size:
+        return _Finding(
+            Verdict.FASTER,
+            f"{said}, beyond the combined floors of {_percent(comparison.threshold)}: keep the "
+            "gain with --fastlayer-update-baseline.",
+        )
+    effect = timing.min_detectable_effect
+    blind = f"; a slowdown under {_percent(effect)} could hide" if effect is not None else ""
+    return _Finding(
+        Verdict.PASS, f"{said}, no drop beyond {_percent(comparison.threshold)}{blind}."
+    )

@@ -1,0 +1,493 @@
+"""From raw paired block times to a speedup, its interval and its noise floor. Pure: no clock, no
+torch; the same samples and seed give the same figures everywhere.
+
+The unit of evidence is the *quad*: a pair measured in the order AB next to one measured BA (A the
+reference, B the candidate). With ``d = ln(reference_s / candidate_s)`` of a pair,
+
+    quad log-ratio        q = (d_AB + d_BA) / 2      a drift linear in log time cancels
+    quad disagreement     h = |d_AB - d_BA| / 2      what the same quad could have said as well
+
+    speedup   exp(median q): half of the quads may be disturbed before it follows them
+    interval  percentile bootstrap of the median over quads, never over single blocks, whose noise
+              is correlated (Efron & Tibshirani 1993, ch. 13; ``scipy.stats.bootstrap``)
+    floor     the largest of four sources; see `noise_floor`
+
+**Few quads.** The percentile bootstrap cannot reach beyond the extreme observations, so with n
+quads it misses at least 2**(1-n) of the time: half the time for two, a quarter for three. Below
+`FEW_QUADS` the interval is therefore the hull of the bootstrap and of Student's t interval of the
+quad log-ratios, ``mean ± t(1 - a/2, n - 1) * s / sqrt(n)`` (Student 1908). A disturbed quad then
+widens the interval instead of passing unseen, which is right when it may be one of three.
+
+**Extensions.** A case is extended because its interval straddles the bar, so every extension is
+one more look at the same question. After k extensions the interval is taken at the confidence
+``1 - (1 - confidence) / (k + 1)``: summed over the five possible looks the one-sided error stays
+below ``0.0125 * 2 * (1 + 1/2 + 1/3 + 1/4 + 1/5) = 5.7%`` by the union bound, and below 5% as the
+looks share their data (measured in ``tests/statistics``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from pytest_fastlayer import records
+from pytest_fastlayer.records import Verdict
+
+Array = NDArray[np.float64]
+
+CONFIDENCE = 0.95  #: two-sided, of every interval that a record stores
+RESAMPLES = 2000  #: bootstrap resamples; the tail of 0.5% still rests on ten of them
+FEW_QUADS = 12  #: below this the Student interval is joined to the bootstrap
+MIN_QUADS = 2  #: one quad has no scatter, hence no interval
+DISAGREEMENT_QUANTILE = 0.9  #: nine quads of ten agree with themselves within the floor
+MIN_STEPS = 20  #: a block must last this many steps of the timer (5% of reading error)
+POWER = 0.8  #: chance of detection that defines the minimum detectable effect
+DRIFT_WARNING = 0.1  #: first against last quarter of the reference's blocks
+
+
+class SamplesError(ValueError):
+    """Samples from which no speedup can be told; ``verdict`` is what the gate should say."""
+
+    verdict: Verdict = Verdict.INCONCLUSIVE
+
+
+class NoUsablePairsError(SamplesError):
+    """Too few whole AB/BA quads are left after dropping pairs."""
+
+
+class UnresolvableError(SamplesError):
+    """The blocks last too few steps of the timer for a ratio to mean anything."""
+
+    verdict = Verdict.UNRESOLVABLE
+
+
+@dataclass(frozen=True)
+class PairedSamples:
+    """Raw block times in measured order; pair i is ``(reference_s[i], candidate_s[i])``.
+
+    ``reference_s`` and ``candidate_s`` are seconds per forward, ``forwards`` the forwards in one
+    block of the (reference, candidate), ``resolution_s`` the step of the timer in seconds.
+    ``order`` says which arm of a pair ran first; two neighbours of different order form a quad.
+    ``keep`` marks with False the pairs to drop (clock moved, throttled); None keeps all.
+
+    Raises ValueError when lengths differ, an order is not "AB" or "BA", or a time is negative or
+    not finite. A time of zero is accepted here: `summarize` reports it as unresolvable.
+    """
+
+    reference_s: tuple[float, ...]
+    candidate_s: tuple[float, ...]
+    order: tuple[str, ...]
+    forwards: tuple[int, int]
+    resolution_s: float
+    keep: tuple[bool, ...] | None = None
+
+    def __post_init__(self) -> None:
+        expected = len(self.reference_s)
+        for name in ("candidate_s", "order", "keep"):
+            given = getattr(self, name)
+            if given is not None and len(given) != expected:
+                raise ValueError(
+                    f"{name} has {len(given)} entries but reference_s has {expected}: "
+                    "give one entry per pair in each"
+                )
+        for i, order in enumerate(self.order):
+            if order not in ("AB", "BA"):
+                raise ValueError(f'order[{i}] is {order!r}: expected "AB" or "BA"')
+        for name in ("reference_s", "candidate_s"):
+            for i, seconds in enumerate(getattr(self, name)):
+                if not 0 <= seconds < np.inf:
+                    raise ValueError(
+                        f"{name}[{i}] is {seconds}: expected finite seconds, zero or more"
+                    )
+        if min(self.forwards) < 1:
+            raise ValueError(f"forwards is {self.forwards}: expected at least 1 for each arm")
+        if not 0 <= self.resolution_s < np.inf:
+            raise ValueError(f"resolution_s is {self.resolution_s}: expected finite seconds")
+
+    def extended(self, other: PairedSamples) -> PairedSamples:
+        """These samples followed by ``other``, which must hold the same forwards per block."""
+        if self.forwards != other.forwards:
+            raise ValueError(
+                f"cannot extend blocks of {self.forwards} forwards by blocks of "
+                f"{other.forwards}: measure the extension with the same forwards"
+            )
+        keep = None
+        if self.keep is not None or other.keep is not None:
+            keep = self._kept() + other._kept()
+        return replace(
+            self,
+            reference_s=self.reference_s + other.reference_s,
+            candidate_s=self.candidate_s + other.candidate_s,
+            order=self.order + other.order,
+            resolution_s=max(self.resolution_s, other.resolution_s),
+            keep=keep,
+        )
+
+    def swapped(self) -> PairedSamples:
+        """The same measurement with the arms' names exchanged."""
+        return replace(
+            self,
+            reference_s=self.candidate_s,
+            candidate_s=self.reference_s,
+            order=tuple(order[::-1] for order in self.order),
+            forwards=self.forwards[::-1],
+        )
+
+    def _kept(self) -> tuple[bool, ...]:
+        return self.keep if self.keep is not None else (True,) * len(self.order)
+
+    def quads(self) -> list[int]:
+        """Index of the first pair of each whole quad: neighbours of different order, both kept.
+
+        Pairs are matched as they were measured, before anything is dropped, so that the two
+        halves of a quad are always neighbours in time.
+        """
+        keep = self._kept()
+        starts: list[int] = []
+        i = 0
+        while i + 1 < len(self.order):
+            if self.order[i] == self.order[i + 1]:
+                i += 1
+                continue
+            if keep[i] and keep[i + 1]:
+                starts.append(i)
+            i += 2
+        return starts
+
+
+@dataclass(frozen=True)
+class _Usable:
+    """What is left of samples: whole quads, as arrays in measured order (pairs: 2 * quads)."""
+
+    reference_s: Array
+    candidate_s: Array
+
+    @property
+    def log_ratios(self) -> Array:
+        # A difference of logarithms: the quotient itself could overflow.
+        difference: Array = np.log(self.reference_s) - np.log(self.candidate_s)
+        return difference
+
+    @property
+    def quad_ratios(self) -> Array:
+        pairs = self.log_ratios
+        mean: Array = (pairs[0::2] + pairs[1::2]) / 2
+        return mean
+
+    @property
+    def disagreements(self) -> Array:
+        pairs = self.log_ratios
+        half: Array = np.abs(pairs[0::2] - pairs[1::2]) / 2
+        return half
+
+
+def _usable(samples: PairedSamples, reasons: Sequence[str] = ()) -> _Usable:
+    starts = samples.quads()
+    if len(starts) < MIN_QUADS:
+        total, kept = len(samples.order), sum(samples._kept())
+        because = f" ({'; '.join(reasons)})" if reasons else ""
+        raise NoUsablePairsError(
+            f"{total - kept} of {total} pairs were dropped{because}, which leaves {len(starts)} "
+            f"whole AB/BA quads of the {MIN_QUADS} needed: lock the device's clocks, let it cool, "
+            "stop other work on it, or measure more pairs"
+        )
+    index = np.array(starts)
+    index = np.stack([index, index + 1], axis=1).ravel()
+    usable = _Usable(np.array(samples.reference_s)[index], np.array(samples.candidate_s)[index])
+    arms = zip(
+        ("reference", "candidate"),
+        (usable.reference_s, usable.candidate_s),
+        samples.forwards,
+        strict=True,
+    )
+    for arm, seconds, forwards in arms:
+        block = float(np.median(seconds)) * forwards
+        if block < MIN_STEPS * samples.resolution_s or not seconds.min() > 0:
+            raise UnresolvableError(
+                f"a block of {forwards} forwards of the {arm} lasts {block:.3g} s "
+                f"(shortest {seconds.min() * forwards:.3g} s) on a timer with steps of "
+                f"{samples.resolution_s:.3g} s: expected at least {MIN_STEPS} steps; batch more "
+                "forwards into a block (a larger block_ms) or time a larger workload"
+            )
+    return usable
+
+
+def _level(confidence: float, extensions: int) -> float:
+    """Confidence of an interval after so many extensions; see the module's docstring."""
+    return 1 - (1 - confidence) / (1 + extensions)
+
+
+def interval(values: Array, level: float = CONFIDENCE, *, seed: int = 0) -> tuple[float, float]:
+    """Two-sided interval of the median of ``values`` (1-D, one per quad, at least two).
+
+    Percentile bootstrap; below `FEW_QUADS` values joined with Student's t interval of the mean,
+    ``mean ± t(1 - a/2, n - 1) * s / sqrt(n)``. Both are in the unit of ``values``.
+    """
+    result = stats.bootstrap(
+        (values,),
+        np.median,
+        n_resamples=RESAMPLES,
+        confidence_level=level,
+        method="percentile",
+        vectorized=True,
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
+    low, high = float(result.low), float(result.high)
+    n = len(values)
+    if n < FEW_QUADS:
+        half = float(stats.t.ppf((1 + level) / 2, n - 1) * values.std(ddof=1) / np.sqrt(n))
+        low, high = min(low, values.mean() - half), max(high, values.mean() + half)
+    # Rounding alone may put an end of a zero-width interval past the point it surrounds.
+    median = float(np.median(values))
+    return min(low, median), max(high, median)
+
+
+def noise_floor(
+    samples: PairedSamples, usable: _Usable, control: records.Control | None, min_effect: float
+) -> records.NoiseFloor:
+    """The four sources, as fractions; the floor is the largest (`NoiseFloor.value`).
+
+    - within_quad: the 90% quantile of the quads' disagreements. It bounds what one quad can say,
+      and does not shrink with more pairs as the interval does: an interval measures
+      repeatability within the run, not the bias of the run.
+    - control: how far the A/A control of the same run came out from 1.
+    - resolution: one step of the timer in each arm's block, both in the worst direction.
+    - min_effect: the smallest effect that the user cares for.
+    """
+    blocks = (
+        float(np.median(usable.reference_s)) * samples.forwards[0],
+        float(np.median(usable.candidate_s)) * samples.forwards[1],
+    )
+    disagreement = float(np.quantile(usable.disagreements, DISAGREEMENT_QUANTILE))
+    return records.NoiseFloor(
+        within_quad=float(np.expm1(disagreement)),
+        control=float(np.expm1(abs(np.log(control.speedup)))) if control else 0.0,
+        resolution=sum(samples.resolution_s / block for block in blocks),
+        min_effect=min_effect,
+    )
+
+
+def summarize_control(
+    samples: PairedSamples, arm: Literal["reference", "candidate"], *, seed: int = 0
+) -> records.Control:
+    """The A/A control: one arm in the place of both. Raises `SamplesError` as `summarize` does."""
+    quads = _usable(samples).quad_ratios
+    low, high = interval(quads, seed=seed)
+    return records.Control(
+        arm=arm,
+        speedup=float(np.exp(np.median(quads))),
+        ci=(float(np.exp(low)), float(np.exp(high))),
+        pairs=2 * len(quads),
+    )
+
+
+def summarize(
+    samples: PairedSamples,
+    *,
+    control: PairedSamples | None = None,
+    control_arm: Literal["reference", "candidate"] = "reference",
+    method: records.Method,
+    min_effect: float,
+    confidence: float = CONFIDENCE,
+    seed: int = 0,
+    extensions: int = 0,
+    dropped_reasons: Sequence[str] = (),
+    clocks: records.Clocks | None = None,
+    warnings: Sequence[str] = (),
+) -> records.Timing:
+    """Speedup (reference time over candidate time), interval, floor and detectable effect.
+
+    ``control`` is the A/A control, ``control_arm`` timed against itself; ``min_effect`` a
+    fraction; ``extensions`` how often ``samples`` was already extended. ``dropped_reasons``,
+    ``clocks`` and ``warnings`` are passed on into the record.
+
+    Raises `NoUsablePairsError` when fewer than two whole quads are left, `UnresolvableError`
+    when blocks last under 20 steps of the timer; the errors' ``verdict`` says what the gate
+    should make of them.
+    """
+    usable = _usable(samples, dropped_reasons)
+    quads = usable.quad_ratios
+    notes = [*warnings, *_warnings(samples, usable)]
+    control_record = None
+    if control is not None:
+        try:
+            control_record = summarize_control(control, control_arm, seed=seed)
+        except SamplesError as error:
+            notes.append(f"the A/A control could not be used: {error}")
+        else:
+            notes += _control_warnings(control_record)
+    low, high = interval(quads, _level(confidence, extensions), seed=seed)
+    floor = noise_floor(samples, usable, control_record, min_effect)
+    timing = records.Timing(
+        method=method,
+        reference_s=float(np.median(usable.reference_s)),
+        candidate_s=float(np.median(usable.candidate_s)),
+        speedup=float(np.exp(np.median(quads))),
+        ci=(float(np.exp(low)), float(np.exp(high))),
+        noise_floor=floor.value,
+        floor_sources=floor,
+        aa=control_record,
+        pairs=2 * len(quads),
+        dropped_pairs=len(samples.order) - 2 * len(quads),
+        dropped_reasons=tuple(dropped_reasons),
+        extensions=extensions,
+        forwards_per_block=records.ForwardsPerBlock(
+            reference=samples.forwards[0], candidate=samples.forwards[1]
+        ),
+        clocks=clocks,
+        log_ratios=tuple(usable.log_ratios.tolist()),
+        warnings=tuple(notes),
+    )
+    effect = minimum_detectable_effect(timing, confidence=confidence)
+    return timing.model_copy(update={"min_detectable_effect": effect})
+
+
+def _warnings(samples: PairedSamples, usable: _Usable) -> list[str]:
+    found = []
+    quads = len(usable.reference_s) // 2
+    if quads < FEW_QUADS:
+        found.append(
+            f"only {quads} AB/BA quads: the interval is Student's t, wide on purpose; "
+            "allow the case more time for a tighter one"
+        )
+    halves = sum(samples._kept()) - 2 * quads
+    if halves:
+        found.append(f"{halves} kept pairs had lost the other half of their quad and were left out")
+    quarter = max(1, quads // 2)
+    first = float(np.median(usable.reference_s[:quarter]))
+    last = float(np.median(usable.reference_s[-quarter:]))
+    drift = max(first, last) / min(first, last) - 1
+    if drift > DRIFT_WARNING:
+        found.append(
+            f"the reference drifted by {drift:.0%} from the first to the last quarter: "
+            "settle longer (settle_s) or lock the clocks; pairing cancels it, milliseconds do not"
+        )
+    return found
+
+
+def _control_warnings(control: records.Control) -> list[str]:
+    if control.ci is None or control.ci[0] <= 1 <= control.ci[1]:
+        return []
+    return [
+        f"the A/A control of the {control.arm} came out at {control.speedup:.3f}x "
+        f"[{control.ci[0]:.3f}, {control.ci[1]:.3f}], without 1: the floor was raised to cover it"
+    ]
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Standard errors of a log speedup, downward and upward, with their degrees of freedom."""
+
+    down: float
+    up: float
+    freedom: int
+
+
+def _scale(timing: records.Timing, confidence: float = CONFIDENCE) -> _Scale:
+    """Standard errors recovered from the stored interval (MOVER: Zou & Donner 2008).
+
+    A published figure has no interval: its noise floor stands in as the half-width.
+    """
+    freedom = max(1, timing.pairs // 2 - 1)
+    if timing.ci is None:
+        down = up = float(np.log1p(timing.noise_floor))
+    else:
+        point = np.log(timing.speedup)
+        down = max(0.0, float(point - np.log(timing.ci[0])))
+        up = max(0.0, float(np.log(timing.ci[1]) - point))
+    quantile = float(stats.t.ppf((1 + _level(confidence, timing.extensions)) / 2, freedom))
+    return _Scale(down / quantile, up / quantile, freedom)
+
+
+def _combine(a: float, a_freedom: int, b: float, b_freedom: int) -> tuple[float, float]:
+    """Standard error of a difference and its degrees of freedom (Welch 1947, Satterthwaite)."""
+    total = float(np.hypot(a, b))
+    if total == 0:
+        return 0.0, float(a_freedom + b_freedom)
+    # Shares of the variance, not the variances: their squares cannot underflow.
+    x, y = (a / total) ** 2, (b / total) ** 2
+    return total, 1 / (x**2 / a_freedom + y**2 / b_freedom)
+
+
+def combined_floor(timing: records.Timing, baseline: records.Timing) -> float:
+    """Noise floor of the ratio of two measurements: the floors add in quadrature.
+
+    Each floor bounds the error of its own session, and the sessions err independently. In the
+    logarithm, so that exchanging the two changes nothing.
+    """
+    return float(np.expm1(np.hypot(np.log1p(timing.noise_floor), np.log1p(baseline.noise_floor))))
+
+
+def compare_ratio(
+    timing: records.Timing,
+    baseline: records.Timing,
+    *,
+    baseline_path: str = "",
+    provenance: Literal["measured", "published"] = "measured",
+    changed_since: Sequence[str] = (),
+    confidence: float = CONFIDENCE,
+) -> records.Comparison:
+    """The speedup now over the stored speedup; below 1 is slower.
+
+    ``threshold`` is the combined noise floor; ``p_value`` is one-sided, of the hypothesis that
+    the drop lies within it: Welch's t of ``(-ln ratio - ln(1 + threshold)) / standard error``.
+    The hypothesis that a *gain* lies within it has the p-value of the exchanged comparison.
+    """
+    now, then = _scale(timing, confidence), _scale(baseline, confidence)
+    log_ratio = float(np.log(timing.speedup) - np.log(baseline.speedup))
+    threshold = combined_floor(timing, baseline)
+    up, up_freedom = _combine(now.up, now.freedom, then.down, then.freedom)
+    down, down_freedom = _combine(now.down, now.freedom, then.up, then.freedom)
+    tail = (1 + confidence) / 2
+    excess = -log_ratio - float(np.log1p(threshold))
+    # Without scatter the statistic is infinite, on the side of the excess.
+    statistic = excess / up if up > 0 else np.copysign(np.inf, excess)
+    p_value = float(stats.t.sf(statistic, up_freedom))
+    return records.Comparison(
+        baseline=baseline_path,
+        provenance=provenance,
+        ratio=float(np.exp(log_ratio)),
+        ci=(
+            float(np.exp(log_ratio - stats.t.ppf(tail, down_freedom) * down)),
+            float(np.exp(log_ratio + stats.t.ppf(tail, up_freedom) * up)),
+        ),
+        threshold=threshold,
+        p_value=p_value,
+        changed_since=tuple(changed_since),
+    )
+
+
+def minimum_detectable_effect(
+    timing: records.Timing, *, confidence: float = CONFIDENCE, power: float = POWER
+) -> float:
+    """The slowdown, as a fraction, that the gate would find with the given power.
+
+    Of a single case against a baseline measured as well as this one:
+    ``ln(1 + combined floor) + (t(1 - a/2) + t(power)) * sqrt(2) * standard error``
+    (Cohen 1988, ch. 2, with the floor as the null hypothesis' edge). A candidate that takes
+    ``1 + effect`` times as long is called SLOWER with that probability.
+    """
+    scale = _scale(timing, confidence)
+    error, freedom = _combine(scale.up, scale.freedom, scale.down, scale.freedom)
+    quantiles = float(stats.t.ppf((1 + confidence) / 2, freedom) + stats.t.ppf(power, freedom))
+    floor = float(np.log1p(combined_floor(timing, timing)))
+    return float(np.expm1(floor + quantiles * error))
+
+
+def holm(p_values: Sequence[float], alpha: float) -> list[bool]:
+    """Which hypotheses Holm's step-down procedure rejects at family-wise level ``alpha``.
+
+    In the order given (Holm 1979): the k-th smallest p-value, k = 0.., is rejected while every
+    smaller one was and it is at most ``alpha / (m - k)``.
+    """
+    rejected = [False] * len(p_values)
+    for k, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        if p_values[i] > alpha / (len(p_values) - k):
+            break
+        rejected[i] = True
+    return rejected
