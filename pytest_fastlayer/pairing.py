@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from pydantic import JsonValue
 
 from pytest_fastlayer import accuracy, baselines, devices, environment, gate, probes, timing
 from pytest_fastlayer import statistics as stats
-from pytest_fastlayer.immutable import FrozenReference
+from pytest_fastlayer.immutable import FrozenReference, parameters_of
 from pytest_fastlayer.memory import peak_memory
 from pytest_fastlayer.options import Settings
 from pytest_fastlayer.records import (
@@ -93,7 +93,7 @@ class Pair:
     workload: Mapping[str, JsonValue] = field(default_factory=dict)
     reference_kind: str = "other"
     float64: Callable[..., Any] | None = None
-    describe: Callable[[], Mapping[str, Any]] | None = None
+    describe: Callable[[Callable[..., Any]], Mapping[str, Any]] | None = None
     rivals: Mapping[str, Callable[[], Callable[..., Any]]] = field(default_factory=dict)
     variants: Mapping[str, Callable[[], Callable[..., Any]]] = field(default_factory=dict)
 
@@ -173,13 +173,38 @@ class Workbench:
         device = device_of(first, pair.reference.parameters())
         key = devices.lock_key_for(device.type)
         header = self.header(device)
+        variants: tuple[Arm, ...] = ()
+        if self.settings.admit and pair.variants:
+            with devices.device_lock(key, exclusive=True), torch.no_grad():
+                pair, variants = self._admit(pair, device)
         with devices.device_lock(key, exclusive=False), torch.no_grad():
             case, message, cost = self._check(pair, device)
         if case.verdict is Verdict.ACCURATE and self.settings.bench:
             with devices.device_lock(key, exclusive=True), torch.no_grad():
                 case = self._time(pair, case, device, cost)
             case = self._judge(pair, case, header)
-        return case, header, message
+        return case.model_copy(update={"variants": variants}), header, message
+
+    def time_callables(
+        self,
+        reference: Callable[..., Any],
+        candidate: Callable[..., Any],
+        args: tuple[Any, ...],
+    ) -> Timing:
+        """Paired timing alone, for the ``paired_timing`` fixture; judges nothing."""
+        device = device_of(args, parameters_of(reference))
+        with (
+            devices.device_lock(devices.lock_key_for(device.type), exclusive=True),
+            torch.no_grad(),
+        ):
+            _, reference_s = self._timed(reference, args, device)
+            _, candidate_s = self._timed(candidate, args, device)
+            return self._measure(
+                timing.bind(reference, args),
+                timing.bind(candidate, args),
+                device,
+                (reference_s, candidate_s),
+            )
 
     def header(self, device: torch.device) -> dict[str, Any]:
         """What every record of this run says of machine and settings."""
@@ -242,7 +267,7 @@ class Workbench:
                 reason = "; ".join(f"{probe.name}: {probe.message}" for probe in caught)
         if not reason and len(used) < len(seeds):
             reason = f"{len(used)} of {len(seeds)} seeds fit the time budget"
-        described = dict(pair.describe()) if pair.describe is not None else {}
+        described = dict(pair.describe(pair.candidate)) if pair.describe is not None else {}
         case = CaseRecord(
             verdict=verdict,
             reason=reason,
@@ -452,6 +477,19 @@ class Workbench:
             timing=summary,
             peak_mib=peak_memory(candidate, device),
         )
+
+    def _admit(self, pair: Pair, device: torch.device) -> tuple[Pair, tuple[Arm, ...]]:
+        """Every variant measured; the pair continues with the fastest that passes.
+
+        By the lower end of its interval, so that a lucky median does not win. Where none passes,
+        the pair keeps its own candidate and is judged as it stands.
+        """
+        arms = tuple(self._arm(pair, name, pair.variants, device) for name in pair.variants)
+        passing = [a for a in arms if a.verdict is Verdict.PASS and a.timing and a.timing.ci]
+        if not passing:
+            return pair, arms
+        best = max(passing, key=lambda arm: arm.timing.ci[0])  # type: ignore[union-attr, index]
+        return replace(pair, candidate=pair.variants[best.name]()), arms
 
     # -- verdict --------------------------------------------------------------------------------
 

@@ -156,21 +156,25 @@ class Recorder:
             pytest.ExitCode.INTERRUPTED,
         ):
             run.interrupted = True
-        run.complete = not (narrowed(session) or run.interrupted or run.failed_without_record)
+        if run.cases:
+            from pytest_fastlayer.environment import git_commit
+
+            run.commit = git_commit(self.config.rootpath)
+        stopped = run.interrupted or run.failed_without_record
+        run.complete = not (stopped or narrowed(session))
         if not run.finish() and exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: TerminalReporter) -> None:
         run = self.run
-        if run.record is None and not run.errors:
-            return
-        if run.record is not None and (run.settings.bench or run.settings.verbose > 0):
+        if run.outcomes and (run.settings.bench or terminalreporter.verbosity > 0):
             from pytest_fastlayer.report import terminal
 
-            terminalreporter.section("fastlayer")
-            color = terminalreporter.hasmarkup
-            for line in terminal.summary(run.record, color=color, merge=run.merge):
-                terminalreporter.write_line(line)
+            for outcome in run.outcomes:
+                terminalreporter.section(f"fastlayer: {outcome.record.device.name}")
+                color = terminalreporter.hasmarkup
+                for line in terminal.summary(outcome.record, color=color, merge=outcome.merge):
+                    terminalreporter.write_line(line)
         for notice in run.notices:
             terminalreporter.write_line(f"fastlayer: {notice}", yellow=True)
         for error in run.errors:

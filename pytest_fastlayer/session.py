@@ -2,13 +2,14 @@
 
 Workers only measure and judge their own cases; each record travels on its test's report, so a
 worker that dies loses the case it was on and no other. The controller alone writes, after every
-verdict is in.
+verdict is in. A run over two kinds of device (pairs on the CPU beside pairs on a GPU) makes one
+record for each: a record describes one device.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,147 +19,166 @@ from pytest_fastlayer.options import Settings
 if TYPE_CHECKING:
     from pytest_fastlayer.baselines import Merge
     from pytest_fastlayer.gate import Policy
-    from pytest_fastlayer.records import RunRecord
+    from pytest_fastlayer.records import CaseRecord, RunRecord
 
 
-class DuplicateCaseError(ValueError):
-    """Two tests of one run measured a case of the same name."""
+@dataclass
+class Outcome:
+    """One device's record, once the run is judged, and what became of its baseline."""
+
+    record: RunRecord
+    baseline: Path
+    merge: Merge | None = None
 
 
 @dataclass
 class Run:
-    """Everything a run has gathered so far."""
+    """Everything a run has gathered so far, and what it made of it."""
 
     settings: Settings
-    default_json: Path | None = None
     commit: str | None = None
-    header: dict[str, Any] | None = None  #: device, software and settings, from the first case
-    cases: dict[str, dict[str, Any]] = field(default_factory=dict)
-    owners: dict[str, str] = field(default_factory=dict)  #: case -> nodeid
-    errors: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    default_json: Path | None = None
     selected: int = 0  #: items left after deselection, in this process
     failed_without_record: int = 0  #: tests that failed before they had anything to record
     interrupted: bool = False
     complete: bool = False  #: every benchmark of the project was selected and ran
-    record: RunRecord | None = None
-    merge: Merge | None = None
+    headers: dict[str, dict[str, Any]] = field(default_factory=dict)  #: by device name
+    cases: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    owners: dict[str, str] = field(default_factory=dict)  #: case name -> nodeid
+    errors: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
     written: list[Path] = field(default_factory=list)
 
     def add(self, payload: Mapping[str, Any], nodeid: str) -> None:
         """Take one case as a worker sent it: ``{"name", "case", "header"}``."""
-        name = payload["name"]
-        if name in self.owners and self.owners[name] != nodeid:
+        name, header = payload["name"], payload["header"]
+        if self.owners.setdefault(name, nodeid) != nodeid:
             self.errors.append(
                 f"case {name!r} was measured by {self.owners[name]} and by {nodeid}; "
                 "give each call of 'paired' a name of its own"
             )
             return
-        self.owners[name] = nodeid
-        self.cases[name] = dict(payload["case"])
-        if self.header is None:
-            self.header = dict(payload["header"])
-        elif self.header["device"] != payload["header"]["device"]:
-            # Workers on two GPUs of one model are the same device; anything else is two runs.
-            self.errors.append(
-                f"case {name!r} ran on {payload['header']['device']['name']}, others on "
-                f"{self.header['device']['name']}: one record describes one device"
-            )
+        device = header["device"]["name"]
+        self.headers.setdefault(device, dict(header))
+        self.cases.setdefault(device, {})[name] = dict(payload["case"])
 
     def finish(self) -> bool:
         """Judge the run as a whole, write what was asked for; True if nothing is red."""
-        if self.header is None:
+        if not self.cases:
+            if self.settings.update_baseline:
+                self.errors.append("no case was measured, so no baseline was updated")
             return not self.errors
-        from pytest_fastlayer import gate
+        from pytest_fastlayer import baselines, gate
         from pytest_fastlayer.records import CaseRecord, RunRecord
 
-        policy = make_policy(self.settings, family_size=max(1, len(self.cases)))
-        before = {name: CaseRecord.model_validate(case) for name, case in self.cases.items()}
-        after = gate.judge_run(before, policy)
-        for name, case in after.items():
-            if gate.is_failure(case.verdict, policy) and not gate.is_failure(
-                before[name].verdict, policy
-            ):
-                self.errors.append(f"case {name}: {case.reason}")
-        self.record = RunRecord.model_validate(
-            {
-                "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "commit": self.commit,
-                "cases": after,
-                **self.header,
-            }
-        )
-        self._check_unused(policy)
+        policy = make_policy(self.settings, family_size=sum(map(len, self.cases.values())))
+        green = True
+        for device, raw in self.cases.items():
+            before = {name: CaseRecord.model_validate(case) for name, case in raw.items()}
+            after = gate.judge_run(before, policy)
+            self.errors += newly_red(before, after, policy)
+            green &= not any(gate.is_failure(case.verdict, policy) for case in after.values())
+            record = RunRecord.model_validate(
+                {
+                    "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                    "commit": self.commit,
+                    "cases": after,
+                    **self.headers[device],
+                }
+            )
+            where = baselines.find(self.settings.baseline, record.device)
+            self.outcomes.append(Outcome(record, where))
+        if self.settings.bench:
+            self._check_unused()
         self._write()
-        return not self.errors and not any(
-            gate.is_failure(case.verdict, policy) for case in after.values()
-        )
+        if self.settings.update_baseline:
+            self._update_baselines()
+        return green and not self.errors
 
-    def _check_unused(self, policy: Policy) -> None:
+    def _check_unused(self) -> None:
         """A stored case that no test measures any more must be said, or it rots unseen."""
         from pytest_fastlayer import baselines
 
-        assert self.record is not None
-        if not self.settings.bench:
+        if not self.complete or self.settings.update_baseline:
             return
-        path = baselines.find(self.settings.baseline, self.record.device)
-        if not path.exists():
-            return
-        stored = baselines.load(path)
-        unused = baselines.unused(stored, set(self.record.cases)) if self.complete else []
-        if unused and not self.settings.update_baseline:
-            self.errors.append(
-                f"{path.name} stores {', '.join(unused)}, which no test measures any more; "
-                "remove the entry with --fastlayer-update-baseline, or restore the test"
-            )
+        known = set(self.owners)
+        for outcome in self.outcomes:
+            if not outcome.baseline.exists():
+                continue
+            unused = baselines.unused(baselines.load(outcome.baseline), known)
+            if unused:
+                self.errors.append(
+                    f"{outcome.baseline.name} stores {', '.join(unused)}, which no test measures "
+                    "any more; remove the entry with --fastlayer-update-baseline, or restore the "
+                    "test"
+                )
 
     def _write(self) -> None:
         from pytest_fastlayer import baselines
-        from pytest_fastlayer.report import markdown
 
-        assert self.record is not None
-        target = self.settings.json or self.default_json
-        if target is not None:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            baselines.save(self.record, target)
-            self.written.append(target)
+        target = self.settings.json or (self.default_json if self.settings.bench else None)
+        for index, outcome in enumerate(self.outcomes):
+            if target is not None:
+                # One device, one file; further devices get their name in theirs.
+                slug = f".{outcome.record.device.slug}" if index else ""
+                path = target.with_name(f"{target.stem}{slug}{target.suffix}")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                baselines.save(outcome.record, path)
+                self.written.append(path)
+        records = [outcome.record for outcome in self.outcomes]
         if self.settings.markdown is not None:
-            self.settings.markdown.parent.mkdir(parents=True, exist_ok=True)
-            self.settings.markdown.write_text(markdown.table(self.record), encoding="utf-8")
-            self.written.append(self.settings.markdown)
+            from pytest_fastlayer.report import markdown
+
+            text = "\n\n".join(markdown.table(record) for record in records)
+            self._write_text(self.settings.markdown, text + "\n")
         if self.settings.html is not None:
             from pytest_fastlayer.report import html
 
-            self.settings.html.parent.mkdir(parents=True, exist_ok=True)
-            self.settings.html.write_text(html.render([self.record]), encoding="utf-8")
-            self.written.append(self.settings.html)
-        if self.settings.update_baseline:
-            self._update_baseline()
+            self._write_text(self.settings.html, html.render(records))
 
-    def _update_baseline(self) -> None:
+    def _write_text(self, path: Path, text: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        self.written.append(path)
+
+    def _update_baselines(self) -> None:
         from pytest_fastlayer import baselines
 
-        assert self.record is not None
-        path = baselines.find(self.settings.baseline, self.record.device)
         if self.errors or self.interrupted or self.failed_without_record:
-            self.notices.append(
-                f"{path.name} was not updated: the run was interrupted, or a test failed without "
-                "a record; the old file is as it was"
-            )
-            return
-        old = baselines.load(path) if path.exists() else None
-        self.merge = baselines.merge(
-            old, self.record, accept=self.settings.accept, selected_all=self.complete
-        )
-        if self.merge.refused:
             self.errors.append(
-                f"{path.name} was not updated: not green: {', '.join(self.merge.refused)}; "
-                "mend them, or accept one by name with --fastlayer-accept CASE"
+                "no baseline was updated: the run was interrupted, has an error, or a test failed "
+                "without a record; the stored files are as they were"
             )
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        baselines.save(self.merge.record, path)
-        self.written.append(path)
+        for outcome in self.outcomes:
+            path = outcome.baseline
+            old = baselines.load(path) if path.exists() else None
+            merge = baselines.merge(
+                old, outcome.record, accept=self.settings.accept, selected_all=self.complete
+            )
+            outcome.merge = merge
+            if merge.refused:
+                self.errors.append(
+                    f"{path.name} was not updated: not green: {', '.join(merge.refused)}; "
+                    "mend them, or accept one by name with --fastlayer-accept CASE"
+                )
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            baselines.save(merge.record, path)
+            self.written.append(path)
+
+
+def newly_red(
+    before: Mapping[str, CaseRecord], after: Mapping[str, CaseRecord], policy: Policy
+) -> Iterable[str]:
+    """Cases that only the judgement of the whole run turned red: their items have passed."""
+    from pytest_fastlayer import gate
+
+    for name, case in after.items():
+        was = gate.is_failure(before[name].verdict, policy)
+        if gate.is_failure(case.verdict, policy) and not was:
+            yield f"{case.verdict}: {name}: {case.reason}"
 
 
 def make_policy(settings: Settings, *, family_size: int) -> Policy:

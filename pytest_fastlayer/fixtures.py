@@ -1,0 +1,337 @@
+"""The four fixtures. torch is imported when a test asks for one, never before.
+
+``paired`` is the whole gate for one (reference, candidate) pair; ``reference``,
+``assert_elementwise`` and ``paired_timing`` are its three primitives, each usable alone.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+
+from pytest_fastlayer.options import Settings
+from pytest_fastlayer.session import Run
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
+
+    from pytest_fastlayer.accuracy import Comparison
+    from pytest_fastlayer.immutable import FrozenReference
+    from pytest_fastlayer.pairing import Marks, Workbench
+    from pytest_fastlayer.records import CaseRecord, Timing
+
+SETTINGS = pytest.StashKey[Settings]()
+RUN = pytest.StashKey[Run]()
+PAYLOADS = pytest.StashKey[list[dict[str, Any]]]()
+
+#: What a marker may say; anything else is a usage error that names it.
+MARKER_FIELDS = {
+    "tolerance": frozenset({"atol", "rtol", "mode"}),
+    "paired_timing": frozenset(
+        {"pairs", "settle_s", "block_ms", "min_effect", "l2", "budget_s", "max_case_s"}
+    ),
+}
+
+
+def _marker(item: pytest.Item, name: str) -> dict[str, Any]:
+    """Keywords of a marker; the closest one wins field by field."""
+    merged: dict[str, Any] = {}
+    for mark in reversed(list(item.iter_markers(name))):
+        unknown = set(mark.kwargs) - MARKER_FIELDS[name]
+        if mark.args or unknown:
+            wrong = repr(mark.args[0]) if mark.args else repr(sorted(unknown)[0])
+            raise pytest.UsageError(
+                f"@pytest.mark.{name} on {item.nodeid}: got {wrong}, expected keywords "
+                f"{', '.join(sorted(MARKER_FIELDS[name]))}"
+            )
+        merged |= mark.kwargs
+    return merged
+
+
+def _seeds(item: pytest.Item) -> int | None:
+    mark = item.get_closest_marker("seeds")
+    if mark is None:
+        return None
+    if len(mark.args) != 1 or not isinstance(mark.args[0], int) or mark.args[0] < 1:
+        raise pytest.UsageError(
+            f"@pytest.mark.seeds on {item.nodeid}: expected one positive integer, got {mark.args}"
+        )
+    return mark.args[0]
+
+
+def read_marks(item: pytest.Item) -> Marks:
+    from pytest_fastlayer.pairing import Marks
+
+    return Marks(
+        tolerance=_marker(item, "tolerance"),
+        timing=_marker(item, "paired_timing"),
+        seeds=_seeds(item),
+    )
+
+
+class Progress:
+    """Says what a running case is doing: a rewritten line on a terminal, plain lines elsewhere.
+
+    Silent under ``-q`` and in xdist workers, which have no terminal.
+    """
+
+    def __init__(self, item: pytest.Item) -> None:
+        config = item.config
+        self._reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+        self._capture: Any = config.pluginmanager.get_plugin("capturemanager")
+        self._name = item.name
+        bench = config.stash[SETTINGS].bench
+        self._quiet = self._reporter is None or self._reporter.verbosity < 0 or not bench
+        self._last = ""
+
+    def __call__(self, text: str) -> None:
+        if self._quiet or text == self._last:
+            return
+        self._last = text
+        unpaused: AbstractContextManager[Any] = (
+            self._capture.global_and_fixture_disabled() if self._capture else nullcontext()
+        )
+        with unpaused:
+            line = f"{self._name}: {text}"
+            if self._reporter.isatty:
+                self._reporter.rewrite(line, erase=True)
+            elif self._reporter.verbosity > 0:
+                self._reporter.write_line(line)
+
+
+def _replay_command(item: pytest.Item) -> str:
+    return f"pytest {shlex.quote(item.nodeid)}"
+
+
+def _workbench(item: pytest.Item) -> Workbench:
+    from pytest_fastlayer.pairing import Workbench
+
+    return Workbench(
+        settings=item.config.stash[SETTINGS],
+        marks=read_marks(item),
+        family_size=max(1, item.config.stash[RUN].selected),
+        rerun=_replay_command(item),
+        progress=Progress(item),
+    )
+
+
+class Paired:
+    """The value of the ``paired`` fixture: call it with a reference and a candidate."""
+
+    def __init__(self, item: pytest.Item) -> None:
+        self._item = item
+        self._workbench = _workbench(item)
+        self.settings = item.config.stash[SETTINGS]
+
+    @property
+    def bench(self) -> bool:
+        """True under ``--fastlayer-bench``: the pair will be timed, not only checked."""
+        return self.settings.bench
+
+    @property
+    def device(self) -> str:
+        """``"cuda"`` or ``"cpu"``, as ``--fastlayer-device`` says; auto takes CUDA if it is up."""
+        import torch
+
+        if self.settings.device == "cuda" and not torch.cuda.is_available():
+            raise pytest.UsageError(
+                "--fastlayer-device=cuda: torch sees no CUDA device; install a CUDA build of "
+                "torch and a driver, or use --fastlayer-device=cpu"
+            )
+        if self.settings.device == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        return self.settings.device
+
+    @property
+    def max_case_s(self) -> float:
+        """Seconds that one case may take at the least, else it is UNSUPPORTED."""
+        import torch
+
+        return float(self._workbench.knob("max_case_s", torch.device(self.device)))
+
+    def reference_class(self, default: type) -> type:
+        """The class given by ``--fastlayer-reference``, or ``default``."""
+        if self.settings.reference is None:
+            return default
+        from pytest_fastlayer.immutable import load_reference
+
+        return load_reference(self.settings.reference)
+
+    def unsupported(
+        self,
+        name: str,
+        reason: str,
+        *,
+        label: str = "",
+        workload: Mapping[str, JsonValue] | None = None,
+    ) -> NoReturn:
+        """Record that this machine cannot hold or finish a case, and skip the test.
+
+        ``reason`` says the bytes or seconds that rule it out.
+        """
+        import torch
+
+        from pytest_fastlayer import pairing
+
+        case = pairing.unsupported(reason, label or name, workload or {})
+        self._record(name, case, self._workbench.header(torch.device(self.device)))
+        pytest.skip(f"UNSUPPORTED: {reason}")
+
+    def __call__(
+        self,
+        name: str,
+        *,
+        reference: Callable[..., Any],
+        candidate: Callable[..., Any],
+        inputs: Callable[[int], Any],
+        label: str = "",
+        workload: Mapping[str, JsonValue] | None = None,
+        reference_kind: str = "other",
+        float64: Callable[..., Any] | None = None,
+        describe: Callable[[Callable[..., Any]], Mapping[str, Any]] | None = None,
+        rivals: Mapping[str, Callable[[], Callable[..., Any]]] | None = None,
+        variants: Mapping[str, Callable[[], Callable[..., Any]]] | None = None,
+    ) -> CaseRecord:
+        """Check ``candidate`` against ``reference``, and time it under ``--fastlayer-bench``.
+
+        Args:
+            name: The case's name in records and baselines; unique in the project.
+            reference: Module or callable; frozen (eval, no grad, digest before and after).
+            candidate: What is to be as right and faster.
+            inputs: ``inputs(seed)`` gives the positional arguments of both: a tuple, or a tensor.
+                It must give the same values for the same seed, and fresh storage at each call.
+            label: The row's name in tables.
+            workload: Facts that make two measurements comparable (shape, dtype, ...).
+            reference_kind: ``"dense"`` or ``"other"`` count in the geometric mean; ``"oracle"``
+                makes the ratio diagnostic.
+            float64: An exact evaluation; by default a double copy of a module reference.
+            describe: Called with the candidate after it ran; may give ``route``, ``launch`` and
+                ``objections`` for the record.
+            rivals: Factories of what a user would pick instead (``--fastlayer-rival NAME``).
+            variants: Factories of other ways the candidate could run (``--fastlayer-admit``).
+
+        Returns:
+            The judged record.
+
+        Raises:
+            pytest.fail.Exception: the verdict is red; the message gives the reason.
+        """
+        from pytest_fastlayer import gate, pairing
+        from pytest_fastlayer.immutable import FrozenReference, freeze
+        from pytest_fastlayer.session import make_policy
+
+        frozen = reference if isinstance(reference, FrozenReference) else freeze(reference)
+        pair = pairing.Pair(
+            name=name,
+            reference=frozen,
+            candidate=candidate,
+            inputs=inputs,
+            label=label,
+            workload=dict(workload or {}),
+            reference_kind=reference_kind,
+            float64=float64,
+            describe=describe,
+            rivals=rivals or {},
+            variants=variants or {},
+        )
+        case, header, message = self._workbench.run(pair)
+        self._record(name, case, header)
+        policy = make_policy(self.settings, family_size=self._workbench.family_size)
+        if gate.is_failure(case.verdict, policy):
+            text = f"{case.verdict}: {name}: {case.reason}"
+            pytest.fail(f"{text}\n{message}" if message else text, pytrace=False)
+        if case.verdict == "UNSUPPORTED":
+            pytest.skip(f"UNSUPPORTED: {case.reason}")
+        return case
+
+    def _record(self, name: str, case: CaseRecord, header: Mapping[str, Any]) -> None:
+        payloads = self._item.stash.setdefault(PAYLOADS, [])
+        if any(payload["name"] == name for payload in payloads):
+            raise pytest.UsageError(
+                f"{self._item.nodeid} measured two cases named {name!r}; names must differ"
+            )
+        data = case.model_copy(update={"nodeid": self._item.nodeid}).model_dump(mode="json")
+        payloads.append({"name": name, "case": data, "header": dict(header)})
+
+
+@pytest.fixture
+def paired(request: pytest.FixtureRequest) -> Paired:
+    """Gate a (reference, candidate) pair: accuracy and honesty always, speed when benchmarking.
+
+    ``paired("name", reference=f, candidate=g, inputs=lambda seed: (...,))``
+    """
+    return Paired(request.node)
+
+
+@pytest.fixture
+def reference() -> Iterator[Callable[..., FrozenReference]]:
+    """Freeze a module or callable: ``reference(module)`` runs it in eval mode without gradients.
+
+    At the end of the test its source, parameters and buffers must be what they were.
+    """
+    from pytest_fastlayer.immutable import freeze
+
+    frozen: list[FrozenReference] = []
+
+    def take(target: Callable[..., Any], *, source: Path | None = None) -> FrozenReference:
+        frozen.append(freeze(target, source=source))
+        return frozen[-1]
+
+    yield take
+    for each in frozen:
+        each.verify()
+
+
+@pytest.fixture
+def assert_elementwise(request: pytest.FixtureRequest) -> Callable[..., Comparison]:
+    """Per-element comparison with this test's tolerance: ``assert_elementwise(candidate, ref)``."""
+    from pytest_fastlayer import accuracy
+
+    workbench = _workbench(request.node)
+    tolerance = workbench.tolerance()
+
+    def check(
+        candidate: Any,
+        reference: Any,
+        *,
+        atol: float | None = None,
+        rtol: float | None = None,
+        mode: str | None = None,
+        seed: int | None = None,
+    ) -> Comparison:
+        return accuracy.assert_elementwise(
+            candidate,
+            reference,
+            atol=tolerance.atol if atol is None else atol,
+            rtol=tolerance.rtol if rtol is None else rtol,
+            mode=tolerance.mode if mode is None else mode,  # type: ignore[arg-type]
+            seed=seed,
+            replay=workbench.rerun,
+        )
+
+    return check
+
+
+@pytest.fixture
+def paired_timing(request: pytest.FixtureRequest) -> Callable[..., Timing]:
+    """Time two callables by paired interleaving: ``paired_timing(reference, candidate, *args)``.
+
+    Returns a :class:`~pytest_fastlayer.records.Timing`. Skips the test without
+    ``--fastlayer-bench``, as a timing taken in company would mislead.
+    """
+    settings = request.config.stash[SETTINGS]
+    if not settings.bench:
+        pytest.skip("timing needs --fastlayer-bench")
+    workbench = _workbench(request.node)
+
+    def time_pair(
+        reference: Callable[..., Any], candidate: Callable[..., Any], *args: Any
+    ) -> Timing:
+        return workbench.time_callables(reference, candidate, args)
+
+    return time_pair
