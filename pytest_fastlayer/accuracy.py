@@ -1,0 +1,493 @@
+"""Is the candidate's output the reference's, element by element?
+
+``compare`` checks structure, shape, dtype and device first, then every element (the rule and its
+arithmetic are in ``elementwise``), and returns counts, the worst element by its share of the
+tolerance, and what is needed to explain a failure. ``check_trials`` runs both arms over seeds.
+Nothing here broadcasts, promotes or rounds in the outputs' own types.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any, Literal
+
+import torch
+
+from pytest_fastlayer import records
+from pytest_fastlayer.accuracy_message import explain
+from pytest_fastlayer.elementwise import (
+    Comparer,
+    LeafStatistics,
+    default_chunk,
+    is_exact,
+    squared_error,
+    unravel,
+)
+from pytest_fastlayer.outputs import Leaf, OutputError, as_tensor, leaves, map_tensors
+
+__all__ = [
+    "Comparison",
+    "Element",
+    "ElementwiseError",
+    "OutputError",
+    "Tolerance",
+    "Trials",
+    "assert_elementwise",
+    "check_trials",
+    "compare",
+    "float64_twin",
+    "to_record",
+]
+
+#: JSON has no infinity: a share of a zero tolerance is recorded as this.
+MAX_BUDGET = 1e9
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Per-element rule. ``either``: |c-r| <= atol OR |c-r| <= rtol*|r|; ``sum``: their sum.
+
+    Raises ValueError for a negative, NaN or infinite tolerance and for an unknown mode.
+    """
+
+    atol: float = 0.002
+    rtol: float = 0.02
+    mode: Literal["either", "sum"] = "either"
+
+    def __post_init__(self) -> None:
+        for name in ("atol", "rtol"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} is {value}: expected a finite number, zero or more")
+        if self.mode not in ("either", "sum"):
+            raise ValueError(f'mode is {self.mode!r}: expected "either" or "sum"')
+
+    @property
+    def rule(self) -> str:
+        """The rule in the notation of the messages."""
+        if self.mode == "sum":
+            return f"|c-r| <= {self.atol:g} + {self.rtol:g}*|r|"
+        return f"|c-r| <= {self.atol:g} OR |c-r| <= {self.rtol:g}*|r|"
+
+    def allowed(self, reference: complex) -> float:
+        """The largest difference accepted beside this reference value."""
+        scaled = self.rtol * abs(reference)
+        return self.atol + scaled if self.mode == "sum" else max(self.atol, scaled)
+
+    def record(self) -> records.ToleranceRecord:
+        return records.ToleranceRecord(atol=self.atol, rtol=self.rtol, mode=self.mode)
+
+
+@dataclass(frozen=True)
+class Element:
+    """One element of an output, as both arms gave it."""
+
+    path: str
+    index: tuple[int, ...]
+    candidate: complex
+    reference: complex
+    exact: bool = False  #: integer or boolean: any difference fails
+    seed: int | None = None
+    truth: complex | None = None  #: the float64 evaluation of the reference, where there was one
+
+    @property
+    def name(self) -> str:
+        """``output[0][3, 17]``: the expression that reaches this element."""
+        return self.path + (f"[{', '.join(map(str, self.index))}]" if self.index else "")
+
+    @property
+    def difference(self) -> float:
+        return abs(complex(self.candidate) - complex(self.reference))
+
+
+@dataclass(frozen=True)
+class FailingColumns:
+    """Failures of one leaf by position in its last dimension (the feature columns)."""
+
+    path: str
+    width: int
+    counts: tuple[tuple[int, int], ...]  #: (column, failures), by column
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What comparing one or more outputs showed.
+
+    ``nonfinite`` counts the candidate's NaN and inf where the reference is not the same value;
+    they are among the ``failed``. ``max_abs`` and ``budget_used`` are over the pairs finite in
+    both arms, None where there was none. ``mismatches`` are differences of structure, shape,
+    dtype or device; such a leaf counts as wholly failed.
+    """
+
+    tolerance: Tolerance
+    total: int = 0
+    failed: int = 0
+    nonfinite: int = 0
+    compared: int = 0
+    max_abs: float | None = None
+    budget_used: float | None = None
+    squared_error: float = 0.0
+    worst: Element | None = None
+    first_nonfinite: Element | None = None
+    candidate_nan: int = 0
+    candidate_inf: int = 0
+    reference_nan: int = 0
+    reference_inf: int = 0
+    columns: tuple[FailingColumns, ...] = ()
+    mismatches: tuple[str, ...] = ()
+    failed_seeds: tuple[int, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """No element failed, and there was at least one: empty outputs prove nothing."""
+        return self.failed == 0 and not self.mismatches and self.total > 0
+
+    @property
+    def rms(self) -> float | None:
+        """Root-mean-square difference over the pairs finite in both arms."""
+        return math.sqrt(self.squared_error / self.compared) if self.compared else None
+
+    def merge(self, other: Comparison) -> Comparison:
+        """Both together; the worst element is the worse of the two.
+
+        Raises ValueError if their tolerances differ: the shares would not compare.
+        """
+        if self.tolerance != other.tolerance:
+            raise ValueError(
+                f"cannot merge comparisons under {self.tolerance} and {other.tolerance}: "
+                "compare both under one tolerance"
+            )
+        mine, theirs = self.budget_used, other.budget_used
+        worse = self if theirs is None or (mine is not None and mine >= theirs) else other
+        sums = {
+            name: getattr(self, name) + getattr(other, name)
+            for name in (
+                "total",
+                "failed",
+                "nonfinite",
+                "compared",
+                "squared_error",
+                "candidate_nan",
+                "candidate_inf",
+                "reference_nan",
+                "reference_inf",
+                "mismatches",
+                "failed_seeds",
+            )
+        }
+        return Comparison(
+            tolerance=self.tolerance,
+            max_abs=_larger(self.max_abs, other.max_abs),
+            budget_used=_larger(mine, theirs),
+            worst=worse.worst,
+            first_nonfinite=self.first_nonfinite or other.first_nonfinite,
+            columns=_merge_columns((*self.columns, *other.columns)),
+            **sums,
+        )
+
+
+class ElementwiseError(AssertionError):
+    """At least one element is out of tolerance; ``comparison`` holds the numbers."""
+
+    def __init__(self, message: str, comparison: Comparison) -> None:
+        super().__init__(message)
+        self.comparison = comparison
+
+
+def compare(
+    candidate: object,
+    reference: object,
+    tolerance: Tolerance | None = None,
+    *,
+    chunk_elements: int | None = None,
+    seed: int | None = None,
+    truth: object = None,
+) -> Comparison:
+    """Compare two outputs of the same nesting; see the module's docstring.
+
+    ``truth`` is a float64 evaluation of the reference with the same nesting; it is looked up at
+    the worst element only, to say which arm is the one that is off. ``chunk_elements`` bounds the
+    temporaries (about 72 bytes an element; the defaults stay under 256 MiB).
+
+    Raises OutputError for sparse, jagged, quantized or meta tensors.
+    """
+    tolerance = tolerance or Tolerance()
+    if chunk_elements is not None and chunk_elements < 1:
+        raise ValueError(f"chunk_elements is {chunk_elements}: expected at least 1")
+    result = Comparison(tolerance)
+    truths = {leaf.path: leaf for leaf in leaves(truth)} if truth is not None else {}
+    with torch.no_grad():
+        for c, r in zip_longest(leaves(candidate), leaves(reference)):
+            one = _compare_leaf(c, r, tolerance, chunk_elements, seed, truths)
+            result = result.merge(one)
+    if seed is not None and (result.failed or result.mismatches):
+        result = replace(result, failed_seeds=(seed,))
+    return result
+
+
+def assert_elementwise(
+    candidate: object,
+    reference: object,
+    *,
+    atol: float | None = None,
+    rtol: float | None = None,
+    mode: Literal["either", "sum"] | None = None,
+    seed: int | None = None,
+    replay: str | None = None,
+) -> Comparison:
+    """Raise ElementwiseError unless every element of the candidate is within tolerance.
+
+    Tolerances left out take the defaults of ``Tolerance``. Integer and boolean outputs must be
+    equal. ``seed`` and ``replay`` (a command) are quoted in the message.
+    """
+    __tracebackhide__ = True
+    given = {"atol": atol, "rtol": rtol, "mode": mode}
+    tolerance = Tolerance(**{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+    comparison = compare(candidate, reference, tolerance, seed=seed)
+    if not comparison.passed:
+        raise ElementwiseError(explain(comparison, seed=seed, replay=replay), comparison)
+    return comparison
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Accuracy over all seeds: the record, the merged comparison, and the message if it failed."""
+
+    record: records.Accuracy
+    comparison: Comparison
+    message: str | None
+    #: reference outputs by seed, for the callers that asked to keep them (probes reuse them)
+    kept: dict[int, object] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        return self.message is None
+
+
+def check_trials(
+    reference: Callable[..., object],
+    candidate: Callable[..., object],
+    inputs: Callable[[int], tuple[Any, ...]],
+    seeds: Sequence[int],
+    tolerance: Tolerance | None = None,
+    *,
+    float64: Callable[..., object] | None = None,
+    float64_trials: int = 1,
+    keep: int = 0,
+    replay: str | None = None,
+) -> Trials:
+    """Run both arms on ``inputs(seed)`` for every seed and compare.
+
+    ``float64`` evaluates the reference in float64 on the same inputs (see ``float64_twin``); the
+    first ``float64_trials`` seeds use it to report the root-mean-square error of both arms.
+    ``keep`` holds on to the reference's outputs of that many first seeds, so that the honesty
+    probes need not run it again.
+    """
+    if not seeds:
+        raise ValueError("no seeds: give at least one, or nothing is checked")
+    tolerance = tolerance or Tolerance()
+    merged = Comparison(tolerance)
+    errors = {"candidate": [0.0, 0], "reference": [0.0, 0]}
+    kept: dict[int, object] = {}
+    for trial, seed in enumerate(seeds):
+        args = inputs(seed)
+        with torch.no_grad():
+            expected = reference(*args)
+            truth = float64(*args) if float64 is not None and trial < float64_trials else None
+            actual = candidate(*args)
+        one = compare(actual, expected, tolerance, seed=seed, truth=truth)
+        merged = merged.merge(one)
+        if truth is not None and not one.mismatches:
+            for arm, output in (("candidate", actual), ("reference", expected)):
+                total, count = _squared_error(output, truth)
+                errors[arm][0] += total
+                errors[arm][1] += count
+        if trial < keep:
+            kept[seed] = expected
+        del args, expected, actual, truth
+    rms = None
+    if all(count for _, count in errors.values()):
+        candidate_rms, reference_rms = (
+            math.sqrt(errors[arm][0] / errors[arm][1]) for arm in ("candidate", "reference")
+        )
+        if math.isfinite(candidate_rms) and math.isfinite(reference_rms):
+            rms = records.RootMeanSquare(candidate=candidate_rms, reference=reference_rms)
+    record = to_record(merged, seeds, tolerance, rms)
+    message = None if merged.passed else explain(merged, seeds=seeds, replay=replay, rms=rms)
+    return Trials(record, merged, message, kept)
+
+
+def to_record(
+    comparisons: Comparison | Iterable[Comparison],
+    seeds: Sequence[int],
+    tolerance: Tolerance | None = None,
+    rms: records.RootMeanSquare | None = None,
+) -> records.Accuracy:
+    """The record of one comparison, or of several merged."""
+    if isinstance(comparisons, Comparison):
+        merged = comparisons
+    else:
+        merged = Comparison(tolerance or Tolerance())
+        for one in comparisons:
+            merged = merged.merge(one)
+    failed, total = merged.failed, merged.total
+    return records.Accuracy(
+        trials=len(seeds),
+        seeds=tuple(seeds),
+        failed=failed,
+        nonfinite=merged.nonfinite,
+        total=total,
+        max_abs=None if merged.max_abs is None else min(merged.max_abs, sys.float_info.max),
+        budget_used=None if merged.budget_used is None else min(merged.budget_used, MAX_BUDGET),
+        tolerance=(tolerance or merged.tolerance).record(),
+        rms_vs_float64=rms,
+    )
+
+
+def float64_twin(reference: Callable[..., object]) -> Callable[..., object]:
+    """The reference evaluated in float64: inputs and (a copy of) a module's parameters widened.
+
+    A plain function is called on float64 inputs; if it casts to a narrower type inside, the
+    result is only as good as that. Complex inputs become complex128; integers and booleans stay.
+    """
+    target = getattr(reference, "target", reference)
+    if isinstance(target, torch.nn.Module):
+        with torch.no_grad():
+            target = copy.deepcopy(target).double().eval()
+
+    def evaluate(*args: Any, **kwargs: Any) -> object:
+        with torch.no_grad():
+            return target(*map_tensors(args, _widened), **map_tensors(kwargs, _widened))
+
+    return evaluate
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    if is_exact(tensor.dtype):
+        return tensor
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _squared_error(output: object, truth: object) -> tuple[float, int]:
+    total, count = 0.0, 0
+    for mine, theirs in zip(leaves(output), leaves(truth), strict=True):
+        a, b = as_tensor(mine, "output"), as_tensor(theirs, "float64 evaluation")
+        if a is None or b is None or is_exact(a.dtype):
+            continue
+        squares, elements = squared_error(a, b)
+        total += squares
+        count += elements
+    return total, count
+
+
+def _larger(a: float | None, b: float | None) -> float | None:
+    return max((x for x in (a, b) if x is not None), default=None)
+
+
+def _merge_columns(columns: Sequence[FailingColumns]) -> tuple[FailingColumns, ...]:
+    merged: dict[tuple[str, int], dict[int, int]] = {}
+    for one in columns:
+        counts = merged.setdefault((one.path, one.width), {})
+        for column, failures in one.counts:
+            counts[column] = counts.get(column, 0) + failures
+    return tuple(
+        FailingColumns(path, width, tuple(sorted(counts.items())))
+        for (path, width), counts in merged.items()
+    )
+
+
+def _mismatch(tolerance: Tolerance, text: str, elements: int = 1) -> Comparison:
+    elements = max(1, elements)
+    return Comparison(tolerance, total=elements, failed=elements, mismatches=(text,))
+
+
+def _compare_leaf(
+    candidate: Leaf | None,
+    reference: Leaf | None,
+    tolerance: Tolerance,
+    chunk: int | None,
+    seed: int | None,
+    truths: dict[str, Leaf],
+) -> Comparison:
+    """One pair of leaves; None where the other arm's output has no such leaf."""
+    if candidate is None or reference is None or candidate.path != reference.path:
+        c, r = (leaf.path if leaf else "nothing" for leaf in (candidate, reference))
+        return _mismatch(tolerance, f"structure: candidate has {c} where reference has {r}")
+    path = reference.path
+    c, r = as_tensor(candidate, "candidate"), as_tensor(reference, "reference")
+    if c is None or r is None:
+        if (c is None) != (r is None) or candidate.value != reference.value:
+            return _mismatch(
+                tolerance,
+                f"{path}: candidate is {_brief(candidate.value)}, "
+                f"reference is {_brief(reference.value)}",
+            )
+        return Comparison(tolerance)
+    for what in ("shape", "dtype", "device"):
+        given, expected = getattr(c, what), getattr(r, what)
+        if given != expected:
+            if what == "shape":
+                given, expected = tuple(given), tuple(expected)
+            text = f"{path}: candidate's {what} is {given}, reference's is {expected}"
+            return _mismatch(tolerance, text, r.numel())
+    stats = Comparer(
+        c, r, tolerance.atol, tolerance.rtol, tolerance.mode, chunk or default_chunk(r)
+    ).run()
+    return _to_comparison(stats, path, c, r, tolerance, seed, truths.get(path))
+
+
+def _to_comparison(
+    stats: LeafStatistics,
+    path: str,
+    candidate: torch.Tensor,
+    reference: torch.Tensor,
+    tolerance: Tolerance,
+    seed: int | None,
+    truth: Leaf | None,
+) -> Comparison:
+    shape = tuple(reference.shape)
+
+    def element(flat: int | None) -> Element | None:
+        if flat is None:
+            return None
+        index = unravel(flat, shape)
+        true = None
+        if truth is not None and isinstance(truth.value, torch.Tensor):
+            if tuple(truth.value.shape) == shape:
+                true = truth.value[index].item()
+        c, r = candidate[index].item(), reference[index].item()
+        return Element(path, index, c, r, is_exact(reference.dtype), seed, true)
+
+    columns = ()
+    if stats.columns and shape:
+        counts = tuple(sorted(stats.columns.items()))
+        columns = (FailingColumns(path, shape[-1], counts),)
+    return Comparison(
+        tolerance=tolerance,
+        total=stats.total,
+        failed=stats.failed,
+        nonfinite=stats.nonfinite,
+        compared=stats.compared,
+        max_abs=stats.max_abs if stats.compared else None,
+        budget_used=stats.budget_used if stats.compared else None,
+        squared_error=stats.squared_error,
+        worst=element(stats.worst),
+        first_nonfinite=element(stats.first_nonfinite),
+        candidate_nan=stats.candidate_nan,
+        candidate_inf=stats.candidate_inf,
+        reference_nan=stats.reference_nan,
+        reference_inf=stats.reference_inf,
+        columns=columns,
+    )
+
+
+def _brief(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {tuple(value.shape)} {value.dtype}"
+    text = repr(value)
+    return f"{text[:60]} ({type(value).__name__})"
