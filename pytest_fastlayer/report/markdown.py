@@ -1,0 +1,48 @@
+"""A run as GitHub-flavoured Markdown, in which no foreign text can become markup."""
+
+from __future__ import annotations
+
+import re
+
+from pytest_fastlayer.records import RunRecord
+from pytest_fastlayer.report import table as tables
+from pytest_fastlayer.report import terminal, text
+from pytest_fastlayer.report.table import Line, Mood
+
+_MARKS: dict[Mood, str] = {"good": "\N{WHITE HEAVY CHECK MARK}", "bad": "\N{CROSS MARK}"}
+#: Characters that mean something in Markdown, HTML or to GitHub (mentions, issue references),
+#: written as entities: the one form that holds inside a table, where a backslash does not.
+_SPECIAL = re.compile(r"[&<>|`*_\[\]()~@#!\\$:]")
+
+
+def escape(value: object, limit: int = 400) -> str:
+    """``value`` as literal text on one line."""
+    return _SPECIAL.sub(lambda match: f"&#{ord(match[0])};", text.plain(value, limit))
+
+
+def table(run: RunRecord) -> str:
+    """The whole document: heading, table, reasons and notices, ending in a newline."""
+    lines = [f"### fastlayer: {escape(terminal.heading(run))}", ""]
+    if run.cases:
+        lines += [*_rows(run), "", f"<sub>{escape(tables.LEGEND)}</sub>", ""]
+    else:
+        lines += ["No case ran.", ""]
+    lines += [_item(line) for line in [*tables.summary(run), *tables.explanations(run)]]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(run: RunRecord) -> list[str]:
+    built = tables.build(run)
+    rows = [[escape(heading) for heading in built.headings]]
+    rows.append(["---"] + ["---:"] * (len(built.headings) - 2) + ["---"])
+    for row in built.rows:
+        cells = [escape(cell.text) for cell in row]
+        verdict = row[-1]
+        cells[-1] = f"{_MARKS.get(verdict.mood, '')} {cells[-1]}".strip()
+        rows.append(cells)
+    return [f"| {' | '.join(cells)} |" for cells in rows]
+
+
+def _item(line: Line) -> str:
+    shown = escape(line.text)
+    return f"- **{shown}**" if line.mood == "bad" else f"- {shown}"

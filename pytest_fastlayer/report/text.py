@@ -1,0 +1,81 @@
+"""Numbers and foreign strings as people read them. Everything here is pure and plain ASCII."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable
+
+#: Terminal escape sequences: CSI, OSC (up to BEL or ST), and the two-character ones.
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")
+#: A line that a CI runner would take for a command to itself.
+_RUNNER_COMMAND = re.compile(r"^(?=::|##\[)")
+#: Unicode classes that show nothing, reorder text, or cannot be encoded: controls, formats
+#: (bidirectional overrides among them), surrogates, private use, unassigned.
+_INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn"})
+_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+_MAGNITUDES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def plain(text: object, limit: int = 200) -> str:
+    """``text`` as one visible line of at most ``limit`` characters, safe in any artefact.
+
+    Escape sequences and control characters are removed, line breaks become spaces, and the start
+    of a CI runner's command is defused.
+    """
+    line = re.sub(r"\s+", " ", _ESCAPE.sub("", str(text)))
+    line = "".join(c for c in line if unicodedata.category(c) not in _INVISIBLE).strip()
+    line = _RUNNER_COMMAND.sub("'", line)
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
+def unit_for(seconds: Iterable[float]) -> tuple[str, float]:
+    """Unit (name, seconds) for a whole column: the largest in which the median is at least 1."""
+    ordered = sorted(seconds)
+    middle = ordered[len(ordered) // 2] if ordered else 1e-3
+    return next((unit for unit in _UNITS if middle >= unit[1]), _UNITS[-1])
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """``value`` to so many significant digits, never in exponent form: 0.1609, 504.1, 13608."""
+    if value == 0:
+        return "0"
+    exponent = int(f"{abs(value):e}".partition("e")[2])
+    return f"{value:.{min(max(digits - 1 - exponent, 0), 12)}f}"
+
+
+def speedup(value: float, ci: tuple[float, float] | None = None) -> str:
+    """``15.80x [15.61, 15.98]``."""
+    interval = "" if ci is None else f" [{ci[0]:.2f}, {ci[1]:.2f}]"
+    return f"{value:.2f}x{interval}"
+
+
+def ratio(value: float, ci: tuple[float, float] | None = None) -> str:
+    """A ratio near one, to a tenth of a percent: ``0.982x [0.979, 0.985]``."""
+    interval = "" if ci is None else f" [{ci[0]:.3f}, {ci[1]:.3f}]"
+    return f"{value:.3f}x{interval}"
+
+
+def percent(fraction: float, *, signed: bool = False) -> str:
+    """``0.9%``, or with its sign ``+0.1%``."""
+    return f"{fraction * 100:{'+' if signed else ''}.1f}%"
+
+
+def count(number: int) -> str:
+    """``8.4M``; exact below ten thousand."""
+    if number < 10_000:
+        return str(number)
+    size, letter = next(m for m in _MAGNITUDES if number >= m[0])
+    return f"{significant(number / size, 2)}{letter}"
+
+
+def mib(value: float | None) -> str:
+    """Mebibytes to a tenth, ``-`` where it could not be read."""
+    return "-" if value is None else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def listing(names: Iterable[object], limit: int = 8) -> str:
+    """``a, b, c and 4 more``."""
+    shown = [plain(name, 60) for name in names]
+    more = f" and {len(shown) - limit} more" if len(shown) > limit else ""
+    return ", ".join(shown[:limit]) + more
