@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pytest_fastlayer.accuracy import Comparison, Element
-    from pytest_fastlayer.records import RootMeanSquare
+from pytest_fastlayer.comparison import Comparison, Element
+from pytest_fastlayer.records import RootMeanSquare
 
 #: Columns and mismatches named before "and N more".
 SHOWN = 8

@@ -106,7 +106,8 @@ def _same(candidate: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Equal, or NaN in both; for complex numbers in both parts."""
     if candidate.is_complex():
         parts = _same(
-            torch.view_as_real(candidate.resolve_conj()), torch.view_as_real(reference.resolve_conj())
+            torch.view_as_real(candidate.resolve_conj()),
+            torch.view_as_real(reference.resolve_conj()),
         )
         return parts.all(-1)
     return (candidate == reference) | (torch.isnan(candidate) & torch.isnan(reference))
