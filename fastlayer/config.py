@@ -1,0 +1,144 @@
+"""The shape of the Transformer and what follows from it: sizes, operations, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastlayer.errors import ConfigError
+
+_SIZE_FIELDS = ("batch_size", "seq_len", "d_model", "num_heads", "ffn_dim", "num_layers")
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerConfig:
+    """The disclosed tuple (B, N, d_model, H, FFN, causal, L).
+
+    Raises:
+        ConfigError: a size is not a positive integer, ``causal`` is not a bool, or ``d_model`` is
+            not a multiple of ``num_heads``.
+    """
+
+    batch_size: int
+    seq_len: int
+    d_model: int
+    num_heads: int
+    ffn_dim: int
+    num_layers: int
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        rules: list[tuple[str, Callable[[object], bool], str]] = [
+            *((name, _is_size, "it must be an integer of at least 1") for name in _SIZE_FIELDS),
+            ("causal", lambda value: isinstance(value, bool), "it must be True or False"),
+        ]
+        for name, holds, rule in rules:
+            value = getattr(self, name)
+            if not holds(value):
+                raise ConfigError(name, value, rule)
+        if self.d_model % self.num_heads:
+            raise ConfigError(
+                "d_model", self.d_model, f"it must be a multiple of num_heads = {self.num_heads}"
+            )
+
+    @classmethod
+    def of(cls, config: object) -> TransformerConfig:
+        """The same tuple read from any object that carries these attributes.
+
+        Raises:
+            ConfigError: an attribute is missing or breaks its rule.
+        """
+        if isinstance(config, cls):
+            return config
+        missing = object()
+        values: dict[str, object] = {}
+        for name in (*_SIZE_FIELDS, "causal"):
+            value = getattr(config, name, missing)
+            if value is missing:
+                raise ConfigError(
+                    name, None, f"the {type(config).__name__} given has no such attribute"
+                )
+            values[name] = value
+        return cls(**values)  # type: ignore[arg-type]
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole batch, B * N."""
+        return self.batch_size * self.seq_len
+
+    @property
+    def activation_elements(self) -> int:
+        """Elements of one ``[B, N, d_model]`` activation, the input's and the output's size."""
+        return self.tokens * self.d_model
+
+    @property
+    def score_elements(self) -> int:
+        """Elements of one layer's dense score tensor ``[B, H, N, N]``."""
+        return self.batch_size * self.num_heads * self.seq_len**2
+
+    @property
+    def parameter_count(self) -> int:
+        attention = 4 * (self.d_model**2 + self.d_model)
+        ffn = 2 * self.d_model * self.ffn_dim + self.ffn_dim + self.d_model
+        norms = 2 * 2 * self.d_model
+        return self.num_layers * (attention + ffn + norms) + 2 * self.d_model
+
+    @property
+    def projection_flops(self) -> int:
+        """Floating-point operations of every linear layer, two per multiply-add."""
+        per_token = 4 * self.d_model**2 + 2 * self.d_model * self.ffn_dim
+        return 2 * self.num_layers * self.tokens * per_token
+
+    @property
+    def attention_flops(self) -> int:
+        """Floating-point operations of q k^T and p v as dense arithmetic does them (unskipped)."""
+        return 2 * 2 * self.num_layers * self.score_elements * self.head_dim
+
+    @property
+    def flops(self) -> int:
+        return self.projection_flops + self.attention_flops
+
+    def activation_bytes(self, itemsize: int = 4) -> int:
+        return self.activation_elements * itemsize
+
+    def score_bytes(self, itemsize: int = 4) -> int:
+        """Bytes of one layer's dense score tensor at ``itemsize`` bytes an element."""
+        return self.score_elements * itemsize
+
+    def dense_bytes(self, itemsize: int = 4) -> int:
+        """Peak bytes of the dense path above parameters and input.
+
+        The peak lies in attention: a masked score tensor, its float32 form and the softmax's
+        result live at once (the first two are one tensor in float32), beside about six activations
+        (residual, normalised input, q, k, v, output).
+        """
+        copies = 3 if itemsize == 4 else 2
+        scores = copies * self.score_bytes(itemsize) + (0 if itemsize == 4 else self.score_bytes(4))
+        ffn = self.tokens * self.ffn_dim * itemsize
+        return scores + 6 * self.activation_bytes(itemsize) + 2 * ffn
+
+    def linear_bytes(self, itemsize: int = 4) -> int:
+        """Peak bytes, above parameters and input, of a path that never holds the scores.
+
+        Residual, normalised input, packed q/k/v, context and its projection beside the wider of
+        the two hidden FFN tensors and its GELU.
+        """
+        hidden = 2 * self.tokens * self.ffn_dim * itemsize
+        return 3 * self.activation_bytes(itemsize) + max(
+            hidden, 5 * self.activation_bytes(itemsize)
+        )
+
+    def label(self) -> str:
+        """The tuple as people write it, for messages and reports."""
+        return (
+            f"B={self.batch_size} N={self.seq_len} d={self.d_model} H={self.num_heads} "
+            f"FFN={self.ffn_dim} L={self.num_layers} {'causal' if self.causal else 'full'}"
+        )

@@ -1,0 +1,140 @@
+"""CUDA-graph capture and replay: copy in, replay, clone out.
+
+Kernels read and write fixed addresses during replay, so every call copies its input into the
+graph's own buffer, and a result leaves as a clone: an output held by the caller is never written
+again. All graphs of a stream share one memory pool; that is safe because they replay on that
+stream, one after the other, and each keeps its own output alive.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+
+Body = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+#: Eager runs before a capture: libraries choose algorithms and allocate workspaces in these.
+_WARMUPS = 2
+
+
+class GraphCache:
+    """The graphs of one model, at most ``limit`` captured at a time, least recently used out."""
+
+    def __init__(self, limit: int = 16) -> None:
+        self.limit = limit
+        self._live: OrderedDict[int, GraphedCall] = OrderedDict()
+        self._pools: dict[int, tuple[int, int]] = {}
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def bind(self, body: Body, note: Callable[[str], None]) -> GraphedCall:
+        """A call that captures ``body`` at its first use and replays it afterwards.
+
+        ``body`` must not synchronise with the host. ``note`` is told why, if capture fails; the
+        call then runs ``body`` eagerly.
+        """
+        return GraphedCall(self, body, note)
+
+    def clear(self) -> None:
+        with self._lock:
+            for call in self._live.values():
+                call.release()
+            self._live.clear()
+            self._pools.clear()
+
+    def _pool(self, stream: int) -> tuple[int, int]:
+        if stream not in self._pools:
+            self._pools[stream] = torch.cuda.graph_pool_handle()
+        return self._pools[stream]
+
+    def _touch(self, call: GraphedCall) -> None:
+        key = id(call)
+        self._live[key] = call
+        self._live.move_to_end(key)
+        while len(self._live) > self.limit:
+            _, oldest = self._live.popitem(last=False)
+            oldest.release()
+
+
+class GraphedCall:
+    """One body for one contract, captured once for each stream that calls it."""
+
+    def __init__(self, cache: GraphCache, body: Body, note: Callable[[str], None]) -> None:
+        self._cache = cache
+        self._body = body
+        self._note = note
+        self._captured: dict[int, _Captured] = {}
+        self._failed = False
+
+    @property
+    def captured(self) -> bool:
+        return bool(self._captured)
+
+    def __call__(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        if self._failed:
+            return self._body(x, mask)
+        with self._cache._lock:
+            graph = self._ready(x, mask)
+            if graph is not None:
+                return graph.replay(x, mask).clone()
+        return self._body(x, mask)
+
+    def into(self, out: torch.Tensor, x: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """The same result, written to ``out`` instead of a new tensor."""
+        with self._cache._lock:
+            graph = None if self._failed else self._ready(x, mask)
+            out.copy_(self._body(x, mask) if graph is None else graph.replay(x, mask))
+
+    def release(self) -> None:
+        self._captured.clear()
+
+    def _ready(self, x: torch.Tensor, mask: torch.Tensor | None) -> _Captured | None:
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        graph = self._captured.get(stream)
+        if graph is None:
+            try:
+                graph = _Captured(self._body, x, mask, self._cache._pool(stream))
+            except RuntimeError as error:
+                self._failed = True
+                self.release()
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+                self._note(f"graph capture failed ({reason}); the route runs eagerly")
+                return None
+            self._captured[stream] = graph
+        self._cache._touch(self)
+        return graph
+
+
+class _Captured:
+    """One captured graph with its input buffers and its output."""
+
+    def __init__(
+        self, body: Body, x: torch.Tensor, mask: torch.Tensor | None, pool: tuple[int, int]
+    ) -> None:
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(x.device):
+            self._x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            self._x.copy_(x)
+            self._mask = None if mask is None else mask.clone()
+            caller = torch.cuda.current_stream()
+            side = torch.cuda.Stream()
+            side.wait_stream(caller)
+            with torch.cuda.stream(side):
+                for _ in range(_WARMUPS):
+                    body(self._x, self._mask)
+            caller.wait_stream(side)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                self._out = body(self._x, self._mask)
+
+    def replay(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """The graph's own output buffer, valid until the next replay."""
+        self._x.copy_(x)
+        if self._mask is not None and mask is not None:
+            self._mask.copy_(mask)
+        self._graph.replay()
+        return self._out

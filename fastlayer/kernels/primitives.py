@@ -1,0 +1,137 @@
+"""Triton pieces that the fused kernels share: normalisation, GELU, softmax, and the tile flags.
+
+The flags order row tiles of one sequence. A tile publishes ``start + step`` after step ``step``,
+where ``start`` is what its own flag held when the launch began: every launch adds the same number,
+so nothing has to be cleared between launches. Differences are taken modulo 2**32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+#: Polls (each about a microsecond) before a wait gives up and poisons the output with NaN.
+PATIENCE = tl.constexpr(1 << 22)
+
+# gelu(x) = x / (1 + exp2(x (a + b t + c t^2))), t = min(x^2, 20): the odd quintic inside tanh that
+# is nearest to the erf form in the largest absolute error, 2.53e-5 over all x, times -2 log2(e).
+_GELU_A = tl.constexpr(-2.3011201)
+_GELU_B = tl.constexpr(-0.10677681)
+_GELU_C = tl.constexpr(1.0144396e-3)
+_GELU_CLAMP = tl.constexpr(20.0)
+# Triton's interpreter reduces by a function of one's own element by element, far too slowly.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_RSQRT2 = tl.constexpr(0.7071067811865476)
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def normalise(x, D: tl.constexpr):
+    """LayerNorm without its affine part over the first ``D`` columns; the others are zero in x."""
+    if _INTERPRETED:
+        total = tl.sum(x, axis=1)
+        squares = tl.sum(x * x, axis=1)
+    else:
+        total, squares = tl.reduce((x, x * x), 1, _add_pairs)
+    mean = total * (1.0 / D)
+    square = squares * (1.0 / D)
+    scale = tl.rsqrt(tl.maximum(square - mean * mean, 0.0) + 1e-5)
+    return x * scale[:, None] - (mean * scale)[:, None]
+
+
+@triton.jit
+def gelu(x, EXACT: tl.constexpr):
+    """GELU by erf, or by the fit above, which lies within 3e-5 of it."""
+    if EXACT:
+        return 0.5 * x * (1.0 + tl.erf(x * _RSQRT2))
+    t = tl.minimum(x * x, _GELU_CLAMP)
+    power = x * (_GELU_A + t * (_GELU_B + t * _GELU_C))
+    return tl.fdiv(x, 1.0 + tl.exp2(power))
+
+
+@triton.jit
+def publish(flag_ptr, value):
+    """Sets this tile's flag once every thread's stores before it are visible to the device."""
+    tl.debug_barrier()
+    tl.atomic_xchg(flag_ptr, value, sem="release")
+
+
+@triton.jit
+def await_tiles(flags_ptr, waits, target):
+    """Waits until every flag that ``waits`` selects has reached ``target``; whether they did.
+
+    ``flags_ptr`` and ``waits`` are ``[T]``. What those tiles stored before is visible afterwards.
+    """
+    reached = tl.min(tl.where(waits, -1, 0), axis=0)
+    polls = 0
+    while (reached < 0) & (polls < PATIENCE):
+        seen = tl.atomic_add(flags_ptr, 0, mask=waits, sem="acquire")
+        reached = tl.min(tl.where(waits, seen - target, 0), axis=0)
+        polls += 1
+    return reached >= 0
+
+
+@triton.jit
+def softmax_step(s, m, total, acc, v, MAXIMUM: tl.constexpr):
+    """One step of online softmax in powers of two.
+
+    ``s [R, K]`` are scores (-inf where masked), ``v [K, C]`` float16; ``m [R]``, ``total [R]`` and
+    ``acc [R, C]`` the running maximum, sum and weighted values. Without ``MAXIMUM`` the scores are
+    known to stay within float16's exponents.
+    """
+    if MAXIMUM:
+        higher = tl.maximum(m, tl.max(s, axis=1))
+        p = tl.exp2(s - higher[:, None])
+        shrink = tl.exp2(m - higher)
+        total = total * shrink + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(tl.float16), v, acc * shrink[:, None])
+        return higher, total, acc
+    p = tl.exp2(s)
+    total += tl.sum(p, axis=1)
+    acc = tl.dot(p.to(tl.float16), v, acc)
+    return m, total, acc
+
+
+@triton.jit
+def softmax_whole(s, v, MAXIMUM: tl.constexpr):
+    """Softmax over all keys at once, then times ``v``; shapes as in ``softmax_step``."""
+    if MAXIMUM:
+        p = tl.exp2(s - tl.max(s, axis=1)[:, None])
+    else:
+        p = tl.exp2(s)
+    total = tl.sum(p, axis=1)
+    return tl.dot(p.to(tl.float16), v) * (1.0 / total)[:, None]
+
+
+@triton.jit
+def feed_forward(
+    x, w1_ptr, w2_ptr, b1_ptr, b2_ptr,
+    D: tl.constexpr, W: tl.constexpr, F: tl.constexpr, CHUNK: tl.constexpr,
+    EXACT_GELU: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``x + gelu(norm(x) W1 + b1) W2 + b2`` for a tile ``x [R, W]``, ``CHUNK`` hidden columns at once."""
+    cols = tl.arange(0, W)
+    part = tl.arange(0, CHUNK)
+    h = normalise(x, D).to(tl.float16)
+    x += tl.load(b2_ptr + cols)[None, :]
+    for c in tl.range(0, F, CHUNK, num_stages=STAGES):
+        w1 = tl.load(w1_ptr + cols[:, None] * F + (c + part)[None, :])
+        w2 = tl.load(w2_ptr + (c + part)[:, None] * W + cols[None, :])
+        b1 = tl.load(b1_ptr + c + part)
+        g = gelu(tl.dot(h, w1) + b1[None, :], EXACT_GELU)
+        x = tl.dot(g.to(tl.float16), w2, x)
+    return x
+
+
+@triton.jit
+def finish(x, out_ptrs, keep, live, final_ptr, D: tl.constexpr, W: tl.constexpr):
+    """The last LayerNorm, zero where not ``live``, stored where ``keep``."""
+    cols = tl.arange(0, W)
+    weight = tl.load(final_ptr + cols)
+    bias = tl.load(final_ptr + W + cols)
+    y = normalise(x, D) * weight[None, :] + bias[None, :]
+    tl.store(out_ptrs, tl.where(live[:, None], y, 0.0), mask=keep)

@@ -1,0 +1,261 @@
+"""The whole model in one launch, several programs for each sequence: a causal wavefront.
+
+A program owns ``ROWS`` rows of one sequence through all layers, with their float32 residual
+``x [ROWS, W]`` in registers. In each layer it
+
+    writes  norm(x) [Wq Wk Wv], float16, to the workspace, publishes its flag,
+    waits   for the flags of the tiles before it in the sequence (none after it: causal),
+    adds    softmax(q k^T) v Wo for each head group, reading K and V of all tiles up to its own,
+    adds    gelu(norm(x) W1) W2.
+
+A tile waits only on programs of lower id, so whatever part of the grid is resident advances.
+Operands and their padding: ``packing.FusedWeights`` and ``sizes.FusedSizes``; flags: ``primitives``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastlayer.kernels.primitives import (
+    await_tiles,
+    feed_forward,
+    finish,
+    normalise,
+    publish,
+    softmax_step,
+    softmax_whole,
+)
+
+
+@triton.jit
+def project(
+    x, out, qkv_ptr, q_bias_ptr,
+    D: tl.constexpr, W: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Stores ``norm(x) [Wq Wk Wv]`` at ``out [ROWS, 3 G]``; only Q has a bias."""
+    rows = tl.arange(0, ROWS)
+    cols = tl.arange(0, W)
+    part = tl.arange(0, CHUNK)
+    h = normalise(x, D).to(tl.float16)
+    for c in tl.range(0, 3 * G, CHUNK, num_stages=STAGES):
+        w = tl.load(qkv_ptr + cols[:, None] * (3 * G) + (c + part)[None, :])
+        b = tl.load(q_bias_ptr + c + part, mask=c + part < G, other=0.0)
+        y = tl.dot(h, w) + b[None, :]
+        tl.store(out + rows[:, None] * (3 * G) + (c + part)[None, :], y.to(tl.float16))
+
+
+@triton.jit
+def attend(
+    q, k_ptr, v_ptr, tile, own, limit,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, ONCE: tl.constexpr, CAUSAL: tl.constexpr, MAXIMUM: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """``softmax(q k^T) v [ROWS, GROUP]`` of the head whose columns ``own [GROUP]`` selects.
+
+    ``k_ptr``, ``v_ptr`` point to a sequence's first key, ``[., GROUP]`` with rows ``3 G`` apart.
+    Keys from ``limit`` on are invisible. With ``ONCE`` all keys lie within the first ``KEYS``.
+    """
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    keys = tl.arange(0, KEYS)
+    head = tl.arange(0, GROUP)
+    if HEADS > 1:
+        q = tl.where(own[None, :], q, 0.0)
+    k_ptrs = k_ptr + keys[None, :] * (3 * G) + head[:, None]
+    v_ptrs = v_ptr + keys[:, None] * (3 * G) + head[None, :]
+    if ONCE:
+        k = tl.load(k_ptrs, mask=(keys < limit)[None, :], other=0.0, cache_modifier=".cg")
+        v = tl.load(v_ptrs, mask=(keys < limit)[:, None], other=0.0, cache_modifier=".cg")
+        s = tl.dot(q, k)
+        visible = (keys < limit)[None, :]
+        if CAUSAL:
+            visible = rows[:, None] >= keys[None, :]
+        return softmax_whole(tl.where(visible, s, float("-inf")), v, MAXIMUM)
+    m = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, GROUP], tl.float32)
+    # Blocks that every row of the tile sees whole need no mask.
+    whole = limit // KEYS * KEYS
+    if CAUSAL:
+        whole = tile * ROWS // KEYS * KEYS
+    for start in tl.range(0, whole, KEYS, num_stages=STAGES):
+        k = tl.load(k_ptrs + start * (3 * G), cache_modifier=".cg")
+        v = tl.load(v_ptrs + start * (3 * G), cache_modifier=".cg")
+        m, total, acc = softmax_step(tl.dot(q, k), m, total, acc, v, MAXIMUM)
+    if whole < limit:
+        there = whole + keys < limit
+        k = tl.load(
+            k_ptrs + whole * (3 * G), mask=there[None, :], other=0.0, cache_modifier=".cg"
+        )
+        v = tl.load(
+            v_ptrs + whole * (3 * G), mask=there[:, None], other=0.0, cache_modifier=".cg"
+        )
+        visible = there[None, :]
+        if CAUSAL:
+            visible = rows[:, None] >= (whole + keys)[None, :]
+        s = tl.where(visible, tl.dot(q, k), float("-inf"))
+        m, total, acc = softmax_step(s, m, total, acc, v, MAXIMUM)
+    return acc * (1.0 / total)[:, None]
+
+
+@triton.jit
+def add_attention(
+    x, sequence_ptr, wo_ptr, bo_ptr, tile, limit,
+    W: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    G: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, ONCE: tl.constexpr,
+    CAUSAL: tl.constexpr, MAXIMUM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``x + attention`` from the Q, K, V stored at ``sequence_ptr [., 3 G]``."""
+    rows = tl.arange(0, ROWS)
+    cols = tl.arange(0, W)
+    head = tl.arange(0, GROUP)
+    x += tl.load(bo_ptr + cols)[None, :]
+    q_ptrs = sequence_ptr + (tile * ROWS + rows)[:, None] * (3 * G) + head[None, :]
+    for g in tl.range(0, GROUPS, num_stages=STAGES if ONCE else 1):
+        column = g * GROUP
+        q = tl.load(q_ptrs + column, cache_modifier=".cg")
+        w = tl.load(wo_ptr + (column + head)[:, None] * W + cols[None, :])
+        k_ptr = sequence_ptr + G + column
+        v_ptr = sequence_ptr + 2 * G + column
+        o = tl.zeros([ROWS, GROUP], tl.float32)
+        for i in tl.static_range(HEADS):
+            own = head // (GROUP // HEADS) == i
+            part = attend(
+                q, k_ptr, v_ptr, tile, own, limit,
+                GROUP, HEADS, G, ROWS, KEYS, ONCE, CAUSAL, MAXIMUM, STAGES,
+            )  # fmt: skip
+            o = tl.where(own[None, :], part, o)
+        x = tl.dot(o.to(tl.float16), w, x)
+    return x
+
+
+@triton.jit
+def wavefront_kernel(
+    x_ptr, out_ptr, qkv_ptr, wo_ptr, w1_ptr, w2_ptr, bias_ptr, final_ptr, length_ptr,
+    keys_ptr, flag_ptr, batch, tokens, tiles,
+    D: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    HEADS: tl.constexpr, G: tl.constexpr, F: tl.constexpr, LAYERS: tl.constexpr,
+    LENGTHS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ONCE: tl.constexpr, BY_TILE: tl.constexpr, QKV_CHUNK: tl.constexpr, CHUNK: tl.constexpr,
+    MAXIMUM: tl.constexpr, EXACT_GELU: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """See the module. ``keys_ptr`` is ``[L, batch, tiles * ROWS, 3 G]``, ``flag_ptr [batch, TILES]``.
+
+    ``BY_TILE`` orders programs by tile first, so that what runs together does equal work.
+    """
+    pid = tl.program_id(0)
+    if BY_TILE:
+        tile = pid // batch
+        sequence = pid % batch
+    else:
+        sequence = pid // tiles
+        tile = pid % tiles
+    rows = tl.arange(0, ROWS)
+    cols = tl.arange(0, W)
+    slots = tl.arange(0, TILES)
+    position = tile * ROWS + rows
+    inside = position < tokens
+    length = tokens
+    if LENGTHS:
+        length = tl.load(length_ptr + sequence)
+    live = position < length
+    base = (sequence.to(tl.int64) * tokens + tile * ROWS) * D
+    offsets = rows[:, None] * D + cols[None, :]
+    real = (cols < D)[None, :]
+    x = tl.load(x_ptr + base + offsets, mask=live[:, None] & real, other=0.0)
+
+    flags = flag_ptr + sequence * TILES
+    start = tl.load(flags + tile)
+    stride = (batch * tiles * ROWS).to(tl.int64) * (3 * G)
+    keys = keys_ptr + (sequence * tiles * ROWS).to(tl.int64) * (3 * G)
+    # A tile of padding alone has nothing to add, and no valid row looks at it.
+    layers = tl.where(tile * ROWS < length, LAYERS, 0)
+    served = True
+    for layer in tl.range(0, layers, num_stages=1):
+        bias = bias_ptr + layer * (G + 2 * W + F)
+        here = keys + layer * stride
+        project(
+            x, here + tile * (ROWS * 3 * G), qkv_ptr + layer * (3 * W * G), bias,
+            D, W, G, ROWS, QKV_CHUNK, STAGES,
+        )  # fmt: skip
+        publish(flags + tile, start + layer + 1)
+        served &= await_tiles(flags + slots, slots < tile, start + layer + 1)
+        x = add_attention(
+            x, here, wo_ptr + layer * (G * W), bias + G, tile, (tile + 1) * ROWS,
+            W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, ONCE, True, MAXIMUM, STAGES,
+        )  # fmt: skip
+        ffn = bias + G + W
+        x = feed_forward(
+            x, w1_ptr + layer * (W * F), w2_ptr + layer * (F * W), ffn, ffn + F,
+            D, W, F, CHUNK, EXACT_GELU, STAGES,
+        )  # fmt: skip
+    if layers == 0:
+        publish(flags + tile, start + LAYERS)
+    x = tl.where(served, x, float("nan"))
+    finish(x, out_ptr + base + offsets, inside[:, None] & real, live, final_ptr, D, W)
+
+
+@triton.jit
+def layer_kernel(
+    x_ptr, state_ptr, qkv_ptr, wo_ptr, w1_ptr, w2_ptr, bias_ptr, final_ptr, length_ptr,
+    keys_ptr, batch, tokens, tiles, layer,
+    D: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    HEADS: tl.constexpr, G: tl.constexpr, F: tl.constexpr, LAYERS: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, ONCE: tl.constexpr, QKV_CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, MAXIMUM: tl.constexpr, EXACT_GELU: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One launch a layer, where tiles cannot wait on one another (full attention) or need not.
+
+    Launch ``layer`` in 0..L finishes layer ``layer - 1`` and projects Q, K, V of ``layer``; launch 0
+    (``FIRST``) only projects, launch L (``LAST``) only finishes and normalises. The residual lies in
+    ``state_ptr [batch, tokens, D]``, which is the output in the end; ``keys_ptr`` is
+    ``[2, batch, tiles * ROWS, 3 G]``, written and read alternately.
+    """
+    pid = tl.program_id(0)
+    # Longest tiles first: a causal tile's work grows with its place.
+    tile = tiles - 1 - pid // batch
+    sequence = pid % batch
+    rows = tl.arange(0, ROWS)
+    cols = tl.arange(0, W)
+    position = tile * ROWS + rows
+    inside = position < tokens
+    length = tokens
+    if LENGTHS:
+        length = tl.load(length_ptr + sequence)
+    live = position < length
+    base = (sequence.to(tl.int64) * tokens + tile * ROWS) * D
+    offsets = rows[:, None] * D + cols[None, :]
+    real = (cols < D)[None, :]
+    x = tl.load(x_ptr + base + offsets, mask=live[:, None] & real, other=0.0)
+    stride = (batch * tiles * ROWS).to(tl.int64) * (3 * G)
+    keys = keys_ptr + (sequence * tiles * ROWS).to(tl.int64) * (3 * G)
+    if not FIRST:
+        done = layer - 1
+        bias = bias_ptr + done * (G + 2 * W + F)
+        limit = tl.maximum(length, 1)
+        if CAUSAL:
+            limit = (tile + 1) * ROWS
+        x = add_attention(
+            x, keys + (done % 2) * stride, wo_ptr + done * (G * W), bias + G, tile, limit,
+            W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, ONCE, CAUSAL, MAXIMUM, STAGES,
+        )  # fmt: skip
+        ffn = bias + G + W
+        x = feed_forward(
+            x, w1_ptr + done * (W * F), w2_ptr + done * (F * W), ffn, ffn + F,
+            D, W, F, CHUNK, EXACT_GELU, STAGES,
+        )  # fmt: skip
+    out = state_ptr + base + offsets
+    keep = inside[:, None] & real
+    if LAST:
+        finish(x, out, keep, live, final_ptr, D, W)
+    else:
+        q_bias = bias_ptr + layer * (G + 2 * W + F)
+        project(
+            x, keys + (layer % 2) * stride + tile * (ROWS * 3 * G),
+            qkv_ptr + layer * (3 * W * G), q_bias, D, W, G, ROWS, QKV_CHUNK, STAGES,
+        )  # fmt: skip
+        if not FIRST:
+            tl.store(out, x, mask=keep)

@@ -1,0 +1,395 @@
+"""FastTransformer: the reference's module with a forward that decides how to compute."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from fastlayer import admissions as admissions_module
+from fastlayer.admissions import Admissions
+from fastlayer.config import TransformerConfig
+from fastlayer.contract import GIB, ITEMSIZES, Precision, RuntimeContract
+from fastlayer.device import free_bytes, probe
+from fastlayer.dispatch import POLICIES, Decision, Policy, decide
+from fastlayer.errors import ConfigError, InputError
+from fastlayer.masks import MaskClassifier, MaskKind
+from fastlayer.reference import ReferenceTransformer
+from fastlayer.routes import Bound, Launch, route_named
+from fastlayer.weights import ModelState
+
+#: Decisions remembered by one model, least recently used out.
+_PLANS = 64
+
+#: Free memory enters a contract only where dense arithmetic would take more than this share of the
+#: device, and then in steps of ``_MEMORY_STEPS`` to the whole, so that decisions do not flicker.
+_MEMORY_SHARE = 8
+_MEMORY_STEPS = 16
+
+
+class FastTransformer(ReferenceTransformer):
+    """A drop-in for ``ReferenceTransformer``: same parameters, same result, chosen arithmetic.
+
+    Args:
+        config: a ``TransformerConfig`` or any object with its attributes.
+        policy: "strict" runs a faster route only where an admission's evidence covers the device,
+            the precision and the case; "eligible" takes the first route without objection.
+        route: name of a route to use always; a call it cannot serve raises ``RouteError``.
+        launch: launch configuration for ``route``; its default where None.
+        admissions: rows to use instead of those committed with the package.
+        working_set_bytes: bound on a streamed route's memory above input and output.
+
+    Raises:
+        ConfigError: the configuration or an option breaks its rule.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        policy: Policy = "strict",
+        route: str | None = None,
+        launch: Launch | None = None,
+        admissions: Admissions | None = None,
+        working_set_bytes: int = 2 * GIB,
+    ) -> None:
+        shape = TransformerConfig.of(config)
+        if policy not in POLICIES:
+            raise ConfigError("policy", policy, f"it must be one of {', '.join(POLICIES)}")
+        if launch is not None and route is None:
+            raise ConfigError("launch", dict(launch), "it needs a route to apply to")
+        super().__init__(config)
+        self.policy: Policy = policy
+        self.route = route
+        self.launch = launch
+        self.admissions = admissions
+        self.working_set_bytes = working_set_bytes
+        self._shape = shape
+        self._runtime = _Runtime(self)
+
+    @classmethod
+    def from_reference(
+        cls, reference: nn.Module, *, config: object = None, **options: Any
+    ) -> Self:
+        """A model that shares the very parameters of ``reference``: an edit shows in both.
+
+        ``reference`` is any module with the reference's parameter names; ``config`` defaults to its
+        attribute of that name, and ``options`` are the constructor's.
+
+        Raises:
+            InputError: there is no config, or names or shapes of parameters differ.
+        """
+        shape = getattr(reference, "config", None) if config is None else config
+        if shape is None:
+            raise InputError(
+                "from_reference",
+                f"a {type(reference).__name__} without a config attribute",
+                "the shape of the model",
+                "Pass config=.",
+            )
+        with torch.device("meta"):
+            model = cls(shape, **options)
+        theirs = dict(reference.named_parameters(remove_duplicate=False))
+        ours = dict(model.named_parameters())
+        missing, unexpected = sorted(ours.keys() - theirs), sorted(theirs.keys() - ours)
+        if missing or unexpected:
+            raise InputError(
+                "from_reference",
+                f"parameters that lack {missing[:4]} and add {unexpected[:4]}",
+                "the reference's parameter names",
+                "Rename them, or exchange weights through load_state_dict.",
+            )
+        for name, parameter in theirs.items():
+            if parameter.shape != ours[name].shape:
+                raise InputError(
+                    f"from_reference: {name}",
+                    f"shape {tuple(parameter.shape)}",
+                    f"{tuple(ours[name].shape)}",
+                    "Check that config describes this module.",
+                )
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, parameter)
+        return model.train(reference.training)
+
+    @property
+    def last_decision(self) -> Decision | None:
+        """What the last call ran and why; None before the first."""
+        return self._own_runtime().decision
+
+    def forward(
+        self, x: torch.Tensor, valid_token_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The reference's result for ``x [B, N, d_model]`` and a bool mask ``[B, N]`` or None.
+
+        Raises:
+            InputError: rank, width, dtype, shape or device of an argument does not fit.
+            RouteError: an explicit route objects to the call.
+            UnsafeFallbackError: no faster route may run and dense would not fit the memory.
+        """
+        if torch.compiler.is_compiling():
+            return self._call_opaque(x, valid_token_mask)
+        return self._call(x, valid_token_mask, compiling=False)
+
+    def explain(self, x: torch.Tensor, valid_token_mask: torch.Tensor | None = None) -> str:
+        """How this call would be computed, and why, as text to print. Runs nothing."""
+        runtime = self._own_runtime()
+        runtime.state.refresh()
+        kind = self._mask_kind(x, valid_token_mask, runtime)
+        return self._decide(self._contract(x, kind, compiling=False)).explain()
+
+    def refresh(self) -> None:
+        """Forgets packed weights and graphs, after writes that version counters cannot see.
+
+        Ordinary edits, ``load_state_dict``, ``.to()`` and replaced parameters are noticed without
+        this; writes through ``parameter.data`` are not.
+        """
+        self._own_runtime().state.invalidate()
+
+    @torch.compiler.disable
+    def _call_opaque(
+        self, x: torch.Tensor, valid_token_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self._call(x, valid_token_mask, compiling=True)
+
+    def _call(
+        self, x: torch.Tensor, valid_token_mask: torch.Tensor | None, compiling: bool
+    ) -> torch.Tensor:
+        runtime = self._own_runtime()
+        version = runtime.state.refresh()
+        kind = self._mask_kind(x, valid_token_mask, runtime)
+        key: Hashable = (
+            version,
+            x.shape,
+            x.dtype,
+            x.device,
+            type(x),
+            kind,
+            x.requires_grad,
+            torch.is_grad_enabled(),
+            _ambient(x.device.type),
+            self.training,
+            compiling,
+            self.policy,
+            self.route,
+            self.working_set_bytes,
+        )
+        if key in runtime.memory_bound:
+            key = (key, _available(x.device))
+        plan = runtime.plans.get(key)
+        if plan is None:
+            plan = self._plan(key, x, kind, compiling, runtime)
+        result = plan.run(x, valid_token_mask if kind.masks else None)
+        notes = runtime.state.notes
+        if notes:
+            plan.decision = replace(plan.decision, notes=plan.decision.notes + tuple(notes))
+            notes.clear()
+        runtime.decision = plan.decision
+        return result
+
+    def _plan(
+        self, key: Hashable, x: torch.Tensor, kind: MaskKind, compiling: bool, runtime: _Runtime
+    ) -> _Plan:
+        contract = self._contract(x, kind, compiling)
+        decision = self._decide(contract)
+        route = route_named(decision.route)
+        assert route is not None
+        plan = _Plan(decision, route.bind(runtime.state, contract, decision.launch))
+        if contract.dense_bytes * _MEMORY_SHARE > contract.device.memory_bytes:
+            runtime.memory_bound.add(key)
+            key = (key, contract.available_bytes)
+        runtime.remember(key, plan)
+        return plan
+
+    def _decide(self, contract: RuntimeContract) -> Decision:
+        rows = admissions_module.committed() if self.admissions is None else self.admissions
+        return decide(contract, rows, self.policy, self.route, self.launch)
+
+    def _contract(self, x: torch.Tensor, kind: MaskKind, compiling: bool) -> RuntimeContract:
+        dtype = _check_input(x, self._shape.d_model)
+        batch, tokens, _ = x.shape
+        state = self._own_runtime().state
+        altered = state.altered or _unusual(x)
+        where = x.device.type
+        grad, inference, autocast, precision, deterministic, capturing = _ambient(where)
+        parameter = self.final_norm.weight
+        if not altered and not autocast and parameter.dtype != x.dtype:
+            raise InputError(
+                "x.dtype",
+                f"{x.dtype}",
+                f"{parameter.dtype}, as the parameters",
+                "Convert the input, or the model with .to(dtype).",
+            )
+        if not altered and parameter.device != x.device:
+            raise InputError(
+                "x.device",
+                f"{x.device}",
+                f"{parameter.device}, where the parameters are",
+                "Move the input, or the model with .to(device).",
+            )
+        device = probe(x.device)
+        contract = RuntimeContract(
+            config=replace(self._shape, batch_size=max(1, batch), seq_len=max(1, tokens)),
+            device=device,
+            dtype=dtype,
+            mask=kind,
+            precision=precision,
+            grad=grad and (x.requires_grad or any(p.requires_grad for p in self.parameters())),
+            inference=inference,
+            training=self.training,
+            autocast=autocast,
+            deterministic=deterministic,
+            compiling=compiling,
+            capturing=capturing,
+            weights_version=state.version,
+            altered=altered,
+            available_bytes=device.memory_bytes,
+            working_set_bytes=self.working_set_bytes,
+        )
+        if contract.dense_bytes * _MEMORY_SHARE > device.memory_bytes and not capturing:
+            return replace(contract, available_bytes=_available(x.device))
+        return contract
+
+    def _mask_kind(
+        self, x: torch.Tensor, mask: torch.Tensor | None, runtime: _Runtime
+    ) -> MaskKind:
+        if mask is None:
+            return MaskKind.NONE
+        if not (
+            isinstance(mask, torch.Tensor)
+            and mask.dtype is torch.bool
+            and mask.shape == x.shape[:2]
+            and mask.device == x.device
+        ):
+            raise _mask_error(x, mask)
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            # Reading the mask would break the caller's capture, and its values may differ at
+            # replay: the kind that serves every mask is the only safe one.
+            return MaskKind.IRREGULAR
+        return runtime.classify(mask)
+
+    def _own_runtime(self) -> _Runtime:
+        """This object's runtime; a replica that was made by copying ``__dict__`` gets its own."""
+        runtime = self._runtime
+        if runtime.state.module is not self:
+            runtime = self._runtime = _Runtime(self)
+        return runtime
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["_runtime"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._runtime = _Runtime(self)
+
+
+@dataclass(slots=True)
+class _Plan:
+    decision: Decision
+    run: Bound
+
+
+class _Runtime:
+    """What a model remembers between calls; neither copied nor pickled with it."""
+
+    def __init__(self, module: FastTransformer) -> None:
+        self.state = ModelState(module, module._shape)
+        self.classify = MaskClassifier()
+        self.plans: OrderedDict[Hashable, _Plan] = OrderedDict()
+        self.memory_bound: set[Hashable] = set()
+        self.decision: Decision | None = None
+        self._version = 0
+
+    def remember(self, key: Hashable, plan: _Plan) -> None:
+        if self.state.version != self._version:
+            self._version = self.state.version
+            self.plans.clear()
+            self.memory_bound.clear()
+        self.plans[key] = plan
+        while len(self.plans) > _PLANS:
+            self.plans.popitem(last=False)
+
+
+_Ambient = tuple[bool, bool, str, Precision, bool, bool]
+
+_PRECISIONS: dict[tuple[str, bool], Precision] = {}
+
+
+def _ambient(device_type: str) -> _Ambient:
+    """Process and thread state: (grad, inference, autocast, precision, deterministic, capturing)."""
+    try:
+        matmul = torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch refuses to answer once its older and newer settings were mixed
+        matmul = "mixed"
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    precision = _PRECISIONS.get((matmul, tf32))
+    if precision is None:
+        precision = _PRECISIONS[matmul, tf32] = Precision(matmul, tf32)
+    autocast = ""
+    if torch.is_autocast_enabled(device_type):
+        autocast = str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        autocast,
+        precision,
+        torch.are_deterministic_algorithms_enabled(),
+        device_type == "cuda" and torch.cuda.is_current_stream_capturing(),
+    )
+
+
+def _available(device: torch.device) -> int:
+    """Free bytes, rounded down to a fraction of the device's memory."""
+    step = max(1, probe(device).memory_bytes // _MEMORY_STEPS)
+    return free_bytes(device) // step * step
+
+
+def _check_input(x: torch.Tensor, d_model: int) -> str:
+    """The dtype's name.
+
+    Raises:
+        InputError: rank, width or dtype of ``x`` does not fit the model.
+    """
+    if x.dim() != 3 or x.shape[-1] != d_model:
+        raise InputError(
+            "x",
+            f"shape {tuple(x.shape)}",
+            f"[batch, tokens, {d_model}]",
+            "The last dimension is the model's d_model.",
+        )
+    dtype = str(x.dtype).removeprefix("torch.")
+    if dtype not in ITEMSIZES:
+        raise InputError(
+            "x.dtype", dtype, " or ".join(ITEMSIZES), "Convert the input to the model's dtype."
+        )
+    return dtype
+
+
+def _mask_error(x: torch.Tensor, mask: object) -> InputError:
+    given = type(mask).__name__
+    if isinstance(mask, torch.Tensor):
+        given = f"shape {tuple(mask.shape)}, {mask.dtype}, on {mask.device}"
+    return InputError(
+        "valid_token_mask",
+        given,
+        f"shape {tuple(x.shape[:2])}, torch.bool, on {x.device}",
+        "True marks a valid token; pass None where every token is valid.",
+    )
+
+
+def _unusual(x: torch.Tensor) -> str:
+    """Why ``x`` is not a plain tensor that a kernel may read, or ""."""
+    if type(x) not in (torch.Tensor, nn.Parameter):
+        return f"the input is a {type(x).__name__}, not a plain tensor"
+    if x.layout is not torch.strided:
+        return f"the input's layout is {x.layout}"
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return "the input is transformed by torch.func"
+    if not x.numel():
+        return "the input is empty"
+    return ""
