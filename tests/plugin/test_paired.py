@@ -1,0 +1,197 @@
+"""The plugin serves a project that has never heard of fastlayer."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+
+PASSING = """
+def test_layer_norm(paired):
+    module = Eager()
+    paired("layer_norm", reference=module, candidate=fast(module), inputs=inputs,
+           workload={"rows": 256})
+"""
+
+
+def wrong(change: str) -> str:
+    return f"""
+def test_layer_norm(paired):
+    module = Eager()
+    def candidate(x):
+        y = fast(module)(x)
+        {change}
+        return y
+    paired("layer_norm", reference=module, candidate=candidate, inputs=inputs)
+"""
+
+
+def test_accuracy_alone_without_bench(project, pytester):
+    project(PASSING)
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1)
+    assert not (pytester.path / "run.json").exists()
+
+
+def test_bench_passes_and_records(project, bench, record):
+    project(PASSING)
+    result = bench()
+    result.assert_outcomes(passed=1)
+    case = record()["cases"]["layer_norm"]
+    assert case["verdict"] in ("PASS", "NO_BASELINE")
+    assert case["accuracy"]["failed"] == 0
+    assert case["accuracy"]["total"] == 2 * 256 * 64
+    assert case["timing"]["speedup"] > 2
+    low, high = case["timing"]["ci"]
+    assert low <= case["timing"]["speedup"] <= high
+    assert case["timing"]["aa"] is not None
+    assert case["workload"] == {"rows": 256}
+    result.stdout.fnmatch_lines(["*layer_norm*"])
+
+
+def test_bench_runs_only_benchmarks(project, bench):
+    project(PASSING + "\ndef test_other():\n    assert False\n")
+    bench().assert_outcomes(passed=1, deselected=1)
+
+
+def test_one_element_wrong_by_three_thousandths(project, bench, record, pytester):
+    project(wrong("y[17, 3] += 0.003 + 0.02 * y[17, 3].abs()"))
+    result = bench("--junitxml=junit.xml")
+    result.assert_outcomes(failed=1)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*INCORRECT*", "*17, 3*"])
+    case = record()["cases"]["layer_norm"]
+    assert case["verdict"] == "INCORRECT"
+    assert "timing" not in case
+    suite = ElementTree.parse(pytester.path / "junit.xml").getroot().find("testsuite")
+    assert suite is not None
+    assert suite.get("failures") == "1"
+
+
+def test_one_element_not_a_number(project, bench, record):
+    project(wrong("y[0, 0] = float('nan')"))
+    result = bench()
+    assert result.ret == 1
+    case = record()["cases"]["layer_norm"]
+    assert case["verdict"] == "INCORRECT"
+    assert case["accuracy"]["nonfinite"] == 2  # one in each of two seeds
+    assert case["accuracy"]["failed"] == 2
+
+
+def test_slow_candidate_is_below_the_floor(project, bench, record):
+    project("""
+def test_layer_norm(paired):
+    module = Eager()
+    def candidate(x):
+        module_output = None
+        for _ in range(2):
+            module_output = Eager.forward(module, x)
+        return module_output
+    paired("layer_norm", reference=module, candidate=candidate, inputs=inputs)
+""")
+    result = bench()
+    assert result.ret == 1
+    result.assert_outcomes(failed=1)
+    assert record()["cases"]["layer_norm"]["verdict"] == "BELOW_FLOOR"
+
+
+def test_slower_than_the_stored_baseline(project, bench, record):
+    project(PASSING)
+    assert bench("--fastlayer-update-baseline", "--fastlayer-baseline=base").ret == 0
+    project(PASSING.replace("candidate=fast(module)", "candidate=lambda x: [fast(module)(x) "
+                            "for _ in range(2)][0]"))
+    result = bench("--fastlayer-baseline=base")
+    assert result.ret == 1
+    case = record()["cases"]["layer_norm"]
+    assert case["verdict"] == "SLOWER"
+    assert case["comparison"]["ratio"] < 0.8
+
+
+def test_unsupported_is_skipped_and_recorded(project, bench, record):
+    project("""
+def test_large(paired):
+    paired.unsupported("large", "needs 10.24 TB; this machine has 24 GiB")
+""")
+    result = bench()
+    result.assert_outcomes(skipped=1)
+    assert result.ret == 0
+    case = record()["cases"]["large"]
+    assert case["verdict"] == "UNSUPPORTED"
+    assert "10.24 TB" in case["reason"]
+
+
+def test_case_that_takes_too_long_is_unsupported(project, bench, record):
+    project(PASSING)
+    result = bench("--fastlayer-max-case=0.000001")
+    result.assert_outcomes(skipped=1)
+    assert "would take" in record()["cases"]["layer_norm"]["reason"]
+
+
+def test_two_cases_of_one_name(project, bench):
+    project(PASSING + PASSING.replace("test_layer_norm", "test_again"))
+    result = bench()
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*'layer_norm' was measured by*give each call*"])
+
+
+def test_primitives_stand_alone(project, bench):
+    project("""
+def test_parts(reference, assert_elementwise, paired_timing):
+    module = Eager()
+    frozen = reference(module)
+    (x,) = inputs(1)
+    assert_elementwise(fast(module)(x), frozen(x))
+    timing = paired_timing(module, fast(module), x)
+    assert timing.ci[0] > 1
+""")
+    bench().assert_outcomes(passed=1)
+
+
+def test_paired_timing_needs_bench(project, pytester):
+    project("""
+def test_parts(paired_timing):
+    raise AssertionError("not reached")
+""")
+    pytester.runpytest_inprocess().assert_outcomes(skipped=1)
+
+
+def test_mutated_reference_is_caught(project, pytester):
+    project("""
+def test_parts(reference):
+    module = Eager()
+    frozen = reference(module)
+    with torch.no_grad():
+        module.norm.weight.add_(1)
+""")
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(passed=1, errors=1)
+
+
+def test_rival_is_timed_by_name(project, bench, record):
+    project(PASSING.replace('workload={"rows": 256}', 'rivals={"again": lambda: fast(module)}'))
+    bench("--fastlayer-rival=again").assert_outcomes(passed=1)
+    (rival,) = record()["cases"]["layer_norm"]["rivals"]
+    assert rival["name"] == "again"
+    assert rival["timing"]["speedup"] > 2
+
+
+def test_unknown_rival_names_the_known(project, bench):
+    project(PASSING.replace('workload={"rows": 256}', 'rivals={"again": lambda: fast(module)}'))
+    result = bench("--fastlayer-rival=other")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*--fastlayer-rival=other*again*"])
+
+
+def test_admit_keeps_the_fastest_and_the_refused(project, bench, record):
+    project("""
+def test_layer_norm(paired):
+    module = Eager()
+    paired("layer_norm", reference=module, candidate=module, inputs=inputs,
+           variants={"slow": lambda: Eager.forward.__get__(module),
+                     "fast": lambda: fast(module),
+                     "wrong": lambda: lambda x: fast(module)(x) + 1})
+""")
+    bench("--fastlayer-admit").assert_outcomes(passed=1)
+    case = record()["cases"]["layer_norm"]
+    verdicts = {arm["name"]: arm["verdict"] for arm in case["variants"]}
+    assert verdicts["wrong"] == "INCORRECT"
+    assert verdicts["slow"] != "PASS"
+    assert case["timing"]["speedup"] > 2  # the fast variant was measured as the candidate
