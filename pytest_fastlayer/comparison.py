@@ -1,4 +1,4 @@
-"""What a comparison of outputs showed, as plain data: the tolerance, the counts, the worst element."""
+"""What a comparison of outputs showed, as plain data: tolerance, counts, worst element."""
 
 from __future__ import annotations
 

@@ -1,0 +1,54 @@
+"""Digests of tensor contents, computed on the tensor's own device in bounded memory.
+
+Not cryptographic: two multiplicative sums modulo 2**64 over the tensor's bytes, enough to see any
+single change and any permutation. Nothing here copies a tensor as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from pytest_fastlayer.elementwise import blocks
+from pytest_fastlayer.outputs import tensors
+
+#: Elements a chunk: 8-byte temporaries of index and product, so 48 MiB.
+_CHUNK = 1 << 21
+#: Odd multipliers (2**64 / golden ratio, and a prime from xxHash64), as signed 64-bit.
+_MULTIPLIERS = (-7046029254386353131, -4417276706812531889)
+
+#: Integer type of the same width, to read any element's bits.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(chunk: torch.Tensor) -> torch.Tensor:
+    """The elements' bits as int64, flat; complex numbers as their two parts."""
+    chunk = chunk.detach().resolve_conj().resolve_neg()
+    if chunk.is_complex():
+        chunk = torch.view_as_real(chunk)
+    chunk = chunk.contiguous()
+    return chunk.view(_BITS[chunk.element_size()]).reshape(-1).to(torch.int64)
+
+
+def fingerprint(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, dtype, device and a digest of the values. One synchronisation on CUDA."""
+    identity = (tuple(tensor.shape), tensor.dtype, str(tensor.device))
+    if tensor.is_meta or tensor.layout != torch.strided:
+        return (*identity, tensor._version if not tensor.is_inference() else 0)
+    sums = []
+    with torch.no_grad():
+        for offset, index in blocks(tuple(tensor.shape), _CHUNK):
+            bits = _bits(tensor[index])
+            place = torch.arange(bits.numel(), dtype=torch.int64, device=bits.device)
+            first = (bits * place.add_(offset).mul_(_MULTIPLIERS[0]).bitwise_or_(1)).sum()
+            second = (bits ^ place.mul_(_MULTIPLIERS[1])).sum()
+            sums.append(torch.stack([first, second]))
+        digest = torch.stack(sums).sum(0).tolist() if sums else [0, 0]
+    return (*identity, *digest)
+
+
+def fingerprints(objects: object | Iterable[object]) -> tuple[tuple[Any, ...], ...]:
+    """Fingerprint of every tensor in a nested object."""
+    return tuple(fingerprint(tensor) for tensor in tensors(objects))
