@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,15 +23,16 @@ from pytest_fastlayer.immutable import FrozenReference, parameters_of
 from pytest_fastlayer.memory import peak_memory
 from pytest_fastlayer.options import Settings
 from pytest_fastlayer.records import (
-    Accuracy,
     Arm,
     CaseRecord,
+    Device,
     Method,
     PeakMemory,
     Probe,
+    RootMeanSquare,
     RunRecord,
+    Software,
     Timing,
-    ToleranceRecord,
     Verdict,
 )
 from pytest_fastlayer.session import make_policy
@@ -38,7 +40,6 @@ from pytest_fastlayer.session import make_policy
 FIRST_SEED = 1234
 #: Fewest pairs that still make an interval: three AB/BA quads.
 MIN_PAIRS = 6
-MAX_EXTENSIONS = 4
 
 #: What a setting is when neither command line, marker nor ini says otherwise. A CPU's clock is
 #: fine and its work slow, so blocks are short and a case must fit a budget.
@@ -129,6 +130,23 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class Stopwatch:
+    """A callable that notes its shortest wall time: a rough cost, for planning only."""
+
+    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
+        self._function = function
+        self._device = device
+        self.shortest_s = math.inf
+
+    def __call__(self, *args: Any) -> Any:
+        synchronize(self._device)
+        start = time.perf_counter()
+        result = self._function(*args)
+        synchronize(self._device)
+        self.shortest_s = min(self.shortest_s, time.perf_counter() - start)
+        return result
+
+
 @dataclass
 class Workbench:
     """Measures and judges pairs for one test item."""
@@ -197,13 +215,14 @@ class Workbench:
             devices.device_lock(devices.lock_key_for(device.type), exclusive=True),
             torch.no_grad(),
         ):
-            _, reference_s = self._timed(reference, args, device)
-            _, candidate_s = self._timed(candidate, args, device)
+            watches = Stopwatch(reference, device), Stopwatch(candidate, device)
+            for watch in watches:
+                watch(*args)
             return self._measure(
                 timing.bind(reference, args),
                 timing.bind(candidate, args),
                 device,
-                (reference_s, candidate_s),
+                (watches[0].shortest_s, watches[1].shortest_s),
             )
 
     def header(self, device: torch.device) -> dict[str, Any]:
@@ -225,30 +244,23 @@ class Workbench:
     ) -> tuple[CaseRecord, str, tuple[float, float]]:
         tolerance = self.tolerance()
         seeds = range(FIRST_SEED, FIRST_SEED + self.knob("seeds", device))
-        trial, rms = None, None
-        cost = (math.inf, math.inf)
+        reference, candidate = Stopwatch(pair.reference, device), Stopwatch(pair.candidate, device)
+        feed = partial(arguments, pair.inputs)
+        merged = accuracy.Comparison(tolerance)
         used: list[int] = []
-        failure = ""
         for seed in seeds:
-            if used and self._over_budget(len(used), sum(cost), device):
+            spent = (len(used) + 1) * (reference.shortest_s + candidate.shortest_s)
+            if used and spent > self.knob("budget_s", device):
                 break
             self.progress(f"accuracy, seed {seed}")
-            args = arguments(pair.inputs, seed)
-            expected, reference_s = self._timed(pair.reference, args, device)
-            actual, candidate_s = self._timed(pair.candidate, args, device)
-            cost = (min(cost[0], reference_s), min(cost[1], candidate_s))
-            result = accuracy.compare(actual, expected, tolerance)
-            if not result.passed and not failure:
-                failure = result.message(seed=seed, replay=self.rerun)
-            if self.settings.bench and rms is None and self._affords_float64(cost, device):
-                self.progress("accuracy against float64")
-                rms = self._rms(pair, args, actual, expected)
-            trial = result if trial is None else trial.merge(result)
+            trial = accuracy.check_trials(reference, candidate, feed, [seed], tolerance)
+            merged = merged.merge(trial.comparison)
             used.append(seed)
-            del actual, expected
-        assert trial is not None
+        cost = (reference.shortest_s, candidate.shortest_s)
+        rms = self._rms(pair, feed, tolerance, device, cost) if merged.passed else None
         pair.reference.verify()
-        measured = accuracy.to_record(trial, used, tolerance, rms)
+        failure = "" if merged.passed else accuracy.explain(merged, seeds=used, replay=self.rerun)
+        measured = accuracy.to_record(merged, used, tolerance, rms)
         verdict, reason = Verdict.ACCURATE, ""
         if not measured.passed:
             verdict = Verdict.INCORRECT
@@ -284,35 +296,29 @@ class Workbench:
         )
         return case, failure, cost
 
-    def _timed(
-        self, function: Callable[..., Any], args: tuple[Any, ...], device: torch.device
-    ) -> tuple[Any, float]:
-        """A forward and its wall time: a rough cost, for planning only."""
-        synchronize(device)
-        start = time.perf_counter()
-        result = function(*args)
-        synchronize(device)
-        return result, time.perf_counter() - start
-
-    def _over_budget(self, trials: int, pair_s: float, device: torch.device) -> bool:
-        return (trials + 1) * pair_s > self.knob("budget_s", device)
-
-    def _affords_float64(self, cost: tuple[float, float], device: torch.device) -> bool:
-        # float64 costs about twice on a CPU; on a GPU it is never what decides.
-        return device.type == "cuda" or 3 * cost[0] < self.knob("budget_s", device) / 4
-
     def _rms(
-        self, pair: Pair, args: tuple[Any, ...], actual: Any, expected: Any
-    ) -> accuracy.RootMeanSquare | None:
-        exact_fn = pair.float64 or pair.reference.float64()
-        if exact_fn is None:
+        self,
+        pair: Pair,
+        feed: Callable[[int], tuple[Any, ...]],
+        tolerance: accuracy.Tolerance,
+        device: torch.device,
+        cost: tuple[float, float],
+    ) -> RootMeanSquare | None:
+        """Error of both arms against float64, where that fits; a diagnosis, never a gate."""
+        # float64 takes a CPU at least twice as long; on a GPU it is never what decides.
+        affordable = device.type == "cuda" or 12 * cost[0] < self.knob("budget_s", device)
+        if not (self.settings.bench and affordable):
             return None
+        self.progress("accuracy against float64")
+        exact = pair.float64 or accuracy.float64_twin(pair.reference)
         try:
-            exact = exact_fn(*accuracy.to_float64(args))
-            return accuracy.rms_against(exact, candidate=actual, reference=expected)
+            trial = accuracy.check_trials(
+                pair.reference, pair.candidate, feed, [FIRST_SEED], tolerance, float64=exact
+            )
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return None
+        return trial.record.rms_vs_float64
 
     # -- time ---------------------------------------------------------------------------------
 
@@ -335,7 +341,10 @@ class Workbench:
         peak = PeakMemory(
             reference=peak_memory(reference, device), candidate=peak_memory(candidate, device)
         )
-        measured = self._measure(reference, candidate, device, cost)
+        try:
+            measured = self._measure(reference, candidate, device, cost)
+        except stats.SamplesError as error:
+            return gate.judge_failure(case, error)
         rivals = tuple(self._arm(pair, name, pair.rivals, device) for name in self._rivals(pair))
         pair.reference.verify()
         return case.model_copy(update={"timing": measured, "peak_mib": peak, "rivals": rivals})
@@ -396,11 +405,14 @@ class Workbench:
                 ),
                 min_effect=self.knob("min_effect", device),
                 extensions=extensions,
+                dropped_reasons=samples.dropped_reasons,
+                clocks=monitor.summary(),
+                warnings=samples.warnings,
             )
-            if extensions == MAX_EXTENSIONS or not gate.needs_extension(summary, policy):
+            if not gate.needs_extension(summary, policy):
                 break
             extensions += 1
-            self.progress(f"inconclusive, extension {extensions} of {MAX_EXTENSIONS}")
+            self.progress(f"inconclusive, extension {extensions} of {gate.MAX_EXTENSIONS}")
             samples = samples.extended(
                 timing.measure(
                     reference,
@@ -412,13 +424,7 @@ class Workbench:
                     forwards=samples.paired.forwards,
                 )
             )
-        return summary.model_copy(
-            update={
-                "clocks": monitor.summary(),
-                "warnings": (*summary.warnings, *samples.warnings),
-                "dropped_reasons": samples.dropped_reasons,
-            }
-        )
+        return summary
 
     def _rivals(self, pair: Pair) -> Sequence[str]:
         unknown = [name for name in self.settings.rivals if name not in pair.rivals]
@@ -439,18 +445,19 @@ class Workbench:
         """A further arm, checked and timed against the same reference."""
         self.progress(f"arm {name}")
         tolerance = self.tolerance()
+        feed = partial(arguments, pair.inputs)
+        reference = Stopwatch(pair.reference, device)
         try:
             function = factories[name]()
-            args = arguments(pair.inputs, FIRST_SEED)
-            expected, reference_s = self._timed(pair.reference, args, device)
-            self._timed(function, args, device)
-            actual, candidate_s = self._timed(function, args, device)
+            candidate = Stopwatch(function, device)
+            args = feed(FIRST_SEED)
+            candidate(*args)  # compiles and captures: not its price
+            candidate.shortest_s = math.inf
+            trial = accuracy.check_trials(reference, candidate, feed, [FIRST_SEED], tolerance)
         except (RuntimeError, ValueError, TypeError) as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             return Arm(name=name, verdict=Verdict.UNSUPPORTED, reason=reason)
-        result = accuracy.compare(actual, expected, tolerance)
-        measured = accuracy.to_record(result, [FIRST_SEED], tolerance, None)
-        del actual, expected
+        measured = trial.record
         if not measured.passed:
             return Arm(
                 name=name,
@@ -458,24 +465,33 @@ class Workbench:
                 reason=f"{measured.failed:,} of {measured.total:,} elements out of tolerance",
                 accuracy=measured,
             )
-        reference = timing.bind(pair.reference, args)
-        candidate = timing.bind(function, args)
-        summary = self._measure(reference, candidate, device, (reference_s, candidate_s))
+        bound = timing.bind(function, args)
+        try:
+            summary = self._measure(
+                timing.bind(pair.reference, args),
+                bound,
+                device,
+                (reference.shortest_s, candidate.shortest_s),
+            )
+        except stats.SamplesError as error:
+            return Arm(name=name, verdict=error.verdict, reason=str(error), accuracy=measured)
+        policy = replace(self._policy(), require_baseline=False)
         judged = gate.judge(
             CaseRecord(verdict=Verdict.ACCURATE, accuracy=measured, timing=summary),
             None,
             name=name,
             device=environment.device_record(device),
-            policy=self._policy(),
-            baseline_path=None,
+            policy=policy,
         )
+        # An arm has no baseline to compare with: its pass reads NO_BASELINE.
+        passed = not gate.is_failure(judged.verdict, policy)
         return Arm(
             name=name,
-            verdict=judged.verdict,
-            reason=judged.reason,
+            verdict=Verdict.PASS if passed else judged.verdict,
+            reason="" if passed else judged.reason,
             accuracy=measured,
-            timing=summary,
-            peak_mib=peak_memory(candidate, device),
+            timing=summary.model_copy(update={"log_ratios": None}),
+            peak_mib=peak_memory(bound, device),
         )
 
     def _admit(self, pair: Pair, device: torch.device) -> tuple[Pair, tuple[Arm, ...]]:
@@ -497,9 +513,9 @@ class Workbench:
         return make_policy(self.settings, family_size=self.family_size)
 
     def _judge(self, pair: Pair, case: CaseRecord, header: Mapping[str, Any]) -> CaseRecord:
-        if case.verdict is Verdict.UNSUPPORTED:
+        if case.timing is None:
             return case
-        device = environment.Device.model_validate(header["device"])
+        device = Device.model_validate(header["device"])
         path = baselines.find(self.settings.baseline, device)
         stored: RunRecord | None = baselines.load(path) if path.exists() else None
         if stored is None and self.settings.baseline_given and not self.settings.update_baseline:
@@ -515,6 +531,7 @@ class Workbench:
             device=device,
             policy=self._policy(),
             baseline_path=path.name,
+            software=Software.model_validate(header["software"]),
         )
 
 
@@ -523,18 +540,3 @@ def unsupported(reason: str, label: str, workload: Mapping[str, JsonValue]) -> C
     return CaseRecord(
         verdict=Verdict.UNSUPPORTED, reason=reason, label=label, workload=dict(workload)
     )
-
-
-__all__ = [
-    "DEFAULTS",
-    "FIRST_SEED",
-    "Accuracy",
-    "Marks",
-    "Pair",
-    "ToleranceRecord",
-    "UnknownRivalError",
-    "Workbench",
-    "arguments",
-    "device_of",
-    "unsupported",
-]
