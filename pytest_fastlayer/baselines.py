@@ -115,15 +115,17 @@ def _read(path: Path) -> str:
         ) from None
     except (OSError, ValueError) as error:
         raise BaselineError(f"{path}: cannot be read: {error}") from None
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(handle)
+        raise BaselineError(f"{path}: expected a JSON file, this is not a regular file")
     with os.fdopen(handle, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise BaselineError(f"{path}: expected a JSON file, this is not a regular file")
         raw = b"" if status.st_size > MAX_BYTES else file.read(MAX_BYTES + 1)
-    if status.st_size > MAX_BYTES or len(raw) > MAX_BYTES:
+    size = max(status.st_size, len(raw))
+    if size > MAX_BYTES:
         raise BaselineError(
-            f"{path}: {max(status.st_size, len(raw)) / 2**20:.0f} MiB is larger than the "
-            f"{MAX_BYTES // 2**20} MiB that a record may have; is this the right file?"
+            f"{path}: {size / 2**20:.0f} MiB is larger than the {MAX_BYTES // 2**20} MiB that a "
+            "record may have; is this the right file?"
         )
     try:
         return raw.decode("utf-8-sig")
@@ -145,7 +147,7 @@ def _parse_json(text: str, source: str) -> Any:
         hint = ""
         if not text.strip():
             hint = "; the file is empty"
-        elif error.pos >= len(text.rstrip()):
+        elif error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated"):
             hint = "; the file seems truncated"
         elif "<<<<<<<" in text:
             hint = "; the file holds a merge conflict"
@@ -333,8 +335,7 @@ def save(record: RunRecord, path: str | os.PathLike[str]) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        if load(temporary) != record:
-            raise BaselineError(f"{path}: what was written does not read back as the same record")
+        _check_written(temporary, record, path)
         os.chmod(temporary, _mode(target))
         os.replace(temporary, target)
         temporary = None
@@ -348,6 +349,16 @@ def save(record: RunRecord, path: str | os.PathLike[str]) -> None:
         if temporary is not None:
             with suppress(OSError):
                 temporary.unlink()
+
+
+def _check_written(temporary: Path, record: RunRecord, path: str | os.PathLike[str]) -> None:
+    """The old file may only go once the new one reads back as the record it was made from."""
+    try:
+        same = load(temporary) == record
+    except BaselineError as error:
+        raise BaselineError(f"{path}: not written: it would not read back: {error}") from None
+    if not same:
+        raise BaselineError(f"{path}: not written: it would read back as another record")
 
 
 def _prefix(target: Path) -> str:

@@ -178,8 +178,8 @@ def judge_against(new: RunRecord, old: RunRecord, policy: Policy, path: str) -> 
     """``new`` with every case judged against ``old``, Holm-corrected over the run."""
 
     def judged(name: str, case: CaseRecord) -> CaseRecord:
-        if case.timing is None and case.verdict not in (Verdict.ACCURATE, Verdict.INCORRECT):
-            return case  # settled when it was measured; no samples are left to judge anew
+        if case.timing is None and case.verdict is not Verdict.ACCURATE:
+            return case  # settled when it was measured; there is no figure to judge anew
         return gate.judge(
             case,
             old,

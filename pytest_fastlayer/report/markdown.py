@@ -10,9 +10,16 @@ from pytest_fastlayer.report import terminal, text
 from pytest_fastlayer.report.table import Line, Mood
 
 _MARKS: dict[Mood, str] = {"good": "\N{WHITE HEAVY CHECK MARK}", "bad": "\N{CROSS MARK}"}
-#: Characters that mean something in Markdown, HTML or to GitHub (mentions, issue references),
-#: written as entities: the one form that holds inside a table, where a backslash does not.
-_SPECIAL = re.compile(r"[&<>|`*_\[\]()~@#!\\$:]")
+#: What means something in Markdown, HTML or to GitHub (mentions, issue references, links, emoji,
+#: formulas), written as entities: the one form that holds inside a table too.
+_SPECIAL = re.compile(
+    r"""[&<>|`*\[\]~@\#\\$]           # markup anywhere
+    | (?<![A-Za-z0-9])_ | _(?![A-Za-z0-9])  # emphasis; an underscore within a word is none
+    | :(?=//|\w+:) | w(?=ww\.)         # links and emoji
+    | ^[-+=] | (?<=^\d)[.)]            # blocks at the start of a line
+    """,
+    re.VERBOSE,
+)
 
 
 def escape(value: object, limit: int = 400) -> str:
@@ -24,7 +31,7 @@ def table(run: RunRecord) -> str:
     """The whole document: heading, table, reasons and notices, ending in a newline."""
     lines = [f"### fastlayer: {escape(terminal.heading(run))}", ""]
     if run.cases:
-        lines += [*_rows(run), "", f"<sub>{escape(tables.LEGEND)}</sub>", ""]
+        lines += [*_rows(run), "", f"<sub>{tables.LEGEND}</sub>", ""]
     else:
         lines += ["No case ran.", ""]
     lines += [_item(line) for line in [*tables.summary(run), *tables.explanations(run)]]

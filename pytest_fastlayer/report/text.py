@@ -30,10 +30,10 @@ def plain(text: object, limit: int = 200) -> str:
 
 
 def unit_for(seconds: Iterable[float]) -> tuple[str, float]:
-    """Unit (name, seconds) for a whole column: the largest in which the median is at least 1."""
+    """Unit (name, seconds) for a whole column: the largest in which the median is at least 0.1."""
     ordered = sorted(seconds)
     middle = ordered[len(ordered) // 2] if ordered else 1e-3
-    return next((unit for unit in _UNITS if middle >= unit[1]), _UNITS[-1])
+    return next((unit for unit in _UNITS if middle >= 0.1 * unit[1]), _UNITS[-1])
 
 
 def significant(value: float, digits: int = 4) -> str:

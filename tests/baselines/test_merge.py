@@ -1,0 +1,146 @@
+"""Merging: nothing is lost, nothing red slips in, everything is counted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from makers import DEVICE, case, incorrect, run, timing, unsupported
+
+from pytest_fastlayer.baselines import ACCEPTABLE, BaselineError, find, merge, unused
+from pytest_fastlayer.records import GREEN, NOTICE, Comparison, Verdict
+
+
+def stored(**cases):
+    """Those cases as a first update stores them."""
+    return merge(None, run(cases), selected_all=True).record
+
+
+def test_first_baseline():
+    result = merge(None, run({"a": case(), "b": unsupported()}), selected_all=True)
+    assert result.new == ("a", "b")
+    assert list(result.record.cases) == ["a", "b"]
+    assert result.summary() == "2 new, 0 changed, 0 unchanged, 0 unused, 0 refused"
+
+
+def test_each_kind_is_counted():
+    old = stored(same=case(), better=case(), gone=case())
+    new = run({"same": case(), "better": case(speedup=5), "fresh": case()})
+    result = merge(old, new, selected_all=True)
+    assert (result.new, result.changed, result.unchanged, result.unused) == (
+        ("fresh",),
+        ("better",),
+        ("same",),
+        ("gone",),
+    )
+    assert set(result.record.cases) == {"same", "better", "fresh"}
+    assert result.record.cases["better"].timing.speedup == 5
+
+
+def test_partial_run_keeps_what_it_did_not_measure():
+    old = stored(a=case(), b=case())
+    result = merge(old, run({"a": case(speedup=5)}), selected_all=False)
+    assert set(result.record.cases) == {"a", "b"}
+    assert (result.changed, result.unchanged, result.unused) == (("a",), ("b",), ())
+    assert result.record.notes == ("1 cases kept from 2026-11-30T08:00:00+00:00, commit abc1234",)
+
+
+@pytest.mark.parametrize("verdict", sorted(set(Verdict) - GREEN - NOTICE))
+def test_red_case_refuses_the_whole_update(verdict):
+    red = incorrect() if verdict in (Verdict.INCORRECT, Verdict.DISHONEST) else case(verdict)
+    old = stored(a=case(), b=case())
+    result = merge(old, run({"a": case(speedup=9), "b": red}), selected_all=True)
+    assert result.refused == ("b",)
+    assert result.record == old
+    assert (result.new, result.changed) == ((), ())
+    assert merge(None, run({"b": red}), selected_all=True).record.cases == {}
+
+
+@pytest.mark.parametrize("verdict", sorted(set(Verdict) - GREEN - NOTICE))
+def test_only_a_worse_figure_can_be_accepted(verdict):
+    untimed = verdict in (Verdict.INCORRECT, Verdict.DISHONEST)
+    red = case(verdict, None if untimed else 4.0, reason="why")
+    result = merge(None, run({"b": red}), accept={"b"}, selected_all=True)
+    assert bool(result.refused) == (verdict not in ACCEPTABLE)
+    if not result.refused:  # the record says that it was accepted
+        assert result.record.cases["b"].verdict == verdict
+        assert result.record.cases["b"].reason == "why"
+
+
+def test_accepting_one_does_not_accept_another():
+    worse = {"a": case(Verdict.SLOWER), "b": case(Verdict.SLOWER)}
+    assert merge(None, run(worse), accept={"a"}, selected_all=True).refused == ("b",)
+
+
+def test_accepting_an_unknown_name_is_an_error():
+    with pytest.raises(BaselineError, match=r"not in this run: 'typo'; the run has 'a'"):
+        merge(None, run(), accept={"typo"}, selected_all=True)
+
+
+def test_stored_entry_stands_on_its_own():
+    change = Comparison(
+        baseline="b.json", provenance="measured", ratio=1.2, ci=None, threshold=0.01, p_value=1
+    )
+    new = {
+        "faster": case(Verdict.FASTER, reason="1.2x of the stored one", comparison=change),
+        "first": case(Verdict.NO_BASELINE, reason="nothing stored"),
+        "untimed": case(Verdict.OTHER_MACHINE, None),
+    }
+    cases = merge(None, run(new), selected_all=True).record.cases
+    assert [c.verdict for c in cases.values()] == [Verdict.PASS, Verdict.PASS, Verdict.ACCURATE]
+    assert all(c.comparison is None and c.reason == "" for c in cases.values())
+    assert cases["faster"].timing == timing(log_ratios=None)
+
+
+def test_untimed_run_never_erases_a_figure():
+    old = stored(a=case(), b=case())
+    new = run({"a": case(Verdict.ACCURATE, None), "b": unsupported()})
+    result = merge(old, new, selected_all=True)
+    assert result.record.cases == old.cases
+    assert result.unchanged == ("a", "b")
+
+
+def test_other_device_is_refused():
+    other = DEVICE.model_copy(update={"multiprocessors": 114})
+    with pytest.raises(BaselineError, match="recorded on 'NVIDIA H200'"):
+        merge(stored(a=case()), run(device=other), selected_all=True)
+
+
+def test_published_baseline_is_replaced_whole_or_not_at_all():
+    published = run({"a": case(), "b": case()}, provenance="published")
+    with pytest.raises(BaselineError, match="published and this run measured"):
+        merge(published, run({"a": case()}), selected_all=False)
+    result = merge(published, run({"a": case(), "b": unsupported()}), selected_all=False)
+    assert result.record.provenance == "measured"
+    assert result.record.cases["b"].timing is None  # a published figure must not pass as measured
+
+
+def test_unused_names():
+    assert unused(run({"a": case(), "b": case()}), {"b", "c"}) == ["a"]
+
+
+def test_find(tmp_path):
+    assert find(tmp_path, DEVICE) == tmp_path / "nvidia-h200.json"
+    assert find(tmp_path / "none", DEVICE) == tmp_path / "none" / "nvidia-h200.json"
+    assert find(tmp_path / "mine.json", DEVICE) == tmp_path / "mine.json"
+    (tmp_path / "odd").write_text("")
+    assert find(tmp_path / "odd", DEVICE) == tmp_path / "odd"
+
+
+names = st.lists(st.sampled_from("abcdefgh"), unique=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(before=names, now=names, red=st.sets(st.sampled_from("abcdefgh")), whole=st.booleans())
+def test_as_many_records_out_as_in(before, now, red, whole):
+    old = stored(**{name: case() for name in before})
+    new = run({n: case(Verdict.SLOWER if n in red else Verdict.PASS, 5) for n in now})
+    result = merge(old, new, selected_all=whole)
+    if red & set(now):
+        assert set(result.refused) == red & set(now)
+        assert result.record == old
+        return
+    assert set(result.record.cases) == (set(now) if whole else set(now) | set(before))
+    counted = [*result.new, *result.changed, *result.unchanged, *result.unused]
+    assert sorted(counted) == sorted(set(before) | set(now))
+    assert set(result.unused) == (set(before) - set(now) if whole else set())
