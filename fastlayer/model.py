@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -69,7 +71,13 @@ class FastTransformer(ReferenceTransformer):
         self.admissions = admissions
         self.working_set_bytes = working_set_bytes
         self._shape = shape
+        self._install()
+
+    def _install(self) -> None:
+        """What belongs to this very object and is neither copied nor pickled."""
         self._runtime = _Runtime(self)
+        self._handle = next(_HANDLES)
+        _BY_HANDLE[self._handle] = self
 
     @classmethod
     def from_reference(
@@ -131,7 +139,9 @@ class FastTransformer(ReferenceTransformer):
             UnsafeFallbackError: no faster route may run and dense would not fit the memory.
         """
         if torch.compiler.is_compiling():
-            return self._call_opaque(x, valid_token_mask)
+            if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+                return self._outside_the_trace(x, valid_token_mask)
+            return _forward_op(x, valid_token_mask, self._handle)
         return self._call(x, valid_token_mask, compiling=False)
 
     def explain(self, x: torch.Tensor, valid_token_mask: torch.Tensor | None = None) -> str:
@@ -149,11 +159,17 @@ class FastTransformer(ReferenceTransformer):
         """
         self._own_runtime().state.invalidate()
 
-    @torch.compiler.disable
-    def _call_opaque(
+    def _outside_the_trace(
         self, x: torch.Tensor, valid_token_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        return self._call(x, valid_token_mask, compiling=True)
+        """The call as a graph break: an operator could neither be differentiated nor autocast.
+
+        Dynamo skips this frame by the attribute set below; decorating with
+        ``torch.compiler.disable`` instead would import Dynamo, and Triton with it, at import.
+        """
+        return torch.compiler.disable(self._call)(x, valid_token_mask, compiling=True)
+
+    _outside_the_trace._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def _call(
         self, x: torch.Tensor, valid_token_mask: torch.Tensor | None, compiling: bool
@@ -273,19 +289,39 @@ class FastTransformer(ReferenceTransformer):
 
     def _own_runtime(self) -> _Runtime:
         """This object's runtime; a replica that was made by copying ``__dict__`` gets its own."""
-        runtime = self._runtime
-        if runtime.state.module is not self:
-            runtime = self._runtime = _Runtime(self)
-        return runtime
+        if self._runtime.state.module is not self:
+            self._install()
+        return self._runtime
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_runtime"]
+        del state["_runtime"], state["_handle"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._runtime = _Runtime(self)
+        self._install()
+
+
+#: Models by the number that stands for them in a traced program, which can hold no module.
+_BY_HANDLE: weakref.WeakValueDictionary[int, FastTransformer] = weakref.WeakValueDictionary()
+_HANDLES = itertools.count(1)
+
+
+@torch.library.custom_op("fastlayer::forward", mutates_args=())
+def _forward_op(
+    x: torch.Tensor, valid_token_mask: torch.Tensor | None, handle: int
+) -> torch.Tensor:
+    """One model's forward, opaque to Dynamo and Inductor, decided on at run time as ever."""
+    result = _BY_HANDLE[handle]._call(x, valid_token_mask, compiling=True)
+    return result.contiguous()
+
+
+@_forward_op.register_fake
+def _forward_fake(
+    x: torch.Tensor, valid_token_mask: torch.Tensor | None, handle: int
+) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 @dataclass(slots=True)

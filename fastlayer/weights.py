@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from operator import attrgetter, getitem, is_
 from typing import TypeVar, cast
 
 import torch
@@ -22,6 +23,10 @@ from fastlayer.reference import ReferenceAttention, ReferenceBlock
 T = TypeVar("T")
 
 _LAYER_NORM_EPS = 1e-5
+
+_version = attrgetter("_version")
+_forward_hooks = attrgetter("_forward_hooks")
+_forward_pre_hooks = attrgetter("_forward_pre_hooks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,41 +110,48 @@ class ModelState:
 
 
 class _Watch:
-    """A snapshot of identities, addresses and versions over one module tree."""
+    """A snapshot of identities, addresses and versions over one module tree.
+
+    ``unchanged`` runs on every call, hence its loops in C.
+    """
 
     def __init__(self, root: nn.Module) -> None:
         modules = list(root.modules())
         self._inner = modules[1:]
-        self._slots: list[tuple[dict[str, object], str]] = [
+        slots: list[tuple[dict[str, object], str]] = [
             (cast("dict[str, object]", entries), name)
             for module in modules
             for entries in (module._modules, module._parameters)
             for name in entries
         ]
-        self._objects = [entries[name] for entries, name in self._slots]
-        self._ids = [id(item) for item in self._objects]
-        tensors = [item for item in self._objects if isinstance(item, torch.Tensor)]
-        self._counted = [tensor for tensor in tensors if not tensor.is_inference()]
-        self._versions = [tensor._version for tensor in self._counted]
-        self._tensors = tensors
-        self._pointers = [tensor.data_ptr() for tensor in tensors]
+        self._entries = [entries for entries, _ in slots]
+        self._names = [name for _, name in slots]
+        self._objects = [entries[name] for entries, name in slots]
+        self._children = [module._modules for module in modules if isinstance(module, nn.ModuleList)]
+        self._child_counts = list(map(len, self._children))
+        self._tensors = [item for item in self._objects if isinstance(item, torch.Tensor)]
+        self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
+        self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
+        self._versions = list(map(_version, self._counted))
         self._snapshots = [
-            (tensor, tensor.detach().clone()) for tensor in tensors if tensor.is_inference()
+            (tensor, tensor.detach().clone()) for tensor in self._tensors if tensor.is_inference()
         ]
 
     def unchanged(self) -> bool:
         try:
-            if [id(entries[name]) for entries, name in self._slots] != self._ids:
+            present = map(getitem, self._entries, self._names)
+            if not all(map(is_, present, self._objects)):
                 return False
         except KeyError:
             return False
-        if [tensor._version for tensor in self._counted] != self._versions:
+        if list(map(_version, self._counted)) != self._versions:
             return False
-        if [tensor.data_ptr() for tensor in self._tensors] != self._pointers:
+        if list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers:
             return False
-        for module in self._inner:
-            if module._forward_hooks or module._forward_pre_hooks:
-                return False
+        if list(map(len, self._children)) != self._child_counts:
+            return False
+        if any(map(_forward_pre_hooks, self._inner)) or any(map(_forward_hooks, self._inner)):
+            return False
         return all(torch.equal(tensor, snapshot) for tensor, snapshot in self._snapshots)
 
 

@@ -1,0 +1,73 @@
+"""Compiling kernel launches for a GPU that need not be there, and reading what they take.
+
+Triton needs no device to make machine code: the target is an argument. What is compiled here is
+what a launch would compile on that device: the same constants and the same facts about its
+arguments (an integer of one is a constant; pointers and multiples of sixteen are known as such).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fastlayer.kernels.launch import Step
+
+_TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32"}
+_ALIGNED = [["tt.divisibility", 16]]
+_WARP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one compiled kernel takes: registers a thread, stack and shared memory in bytes."""
+
+    registers: int
+    stack: int
+    shared: int
+
+
+def compile_step(step: Step, capability: int) -> Any:
+    """Triton's compiled kernel of ``step`` for compute capability ``capability`` (90 for 9.0)."""
+    names = step.kernel.arg_names
+    values = (*step.tensors, *step.scalars)
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = dict(step.constants)
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, (name, value) in enumerate(zip(names, values, strict=False)):
+        if isinstance(value, torch.Tensor):
+            signature[name] = _TYPES[value.dtype]
+            attributes[(index,)] = _ALIGNED
+        elif value == 1:
+            signature[name] = "constexpr"
+            constants[name] = 1
+        else:
+            signature[name] = "i32"
+            if value % 16 == 0:
+                attributes[(index,)] = _ALIGNED
+    signature |= {name: "constexpr" for name in names if name in step.constants}
+    source = ASTSource(step.kernel, signature, constants, attributes)
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, _WARP), options=step.options
+    )
+
+
+def resources(compiled: Any) -> Resources:
+    """Read off the machine code by ``cuobjdump``, which Triton's own package carries."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        tool = triton.knobs.nvidia.cuobjdump.path
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", str(path)], check=True, capture_output=True, text=True
+        ).stdout
+    found = dict(re.findall(r"(REG|STACK):(\d+)", text))
+    return Resources(int(found["REG"]), int(found["STACK"]), int(compiled.metadata.shared))
