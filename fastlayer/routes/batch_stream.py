@@ -9,7 +9,7 @@ from fastlayer.graphs import GraphedCall
 from fastlayer.routes.base import Bound, Launch, check_launch, common_objections
 from fastlayer.routes.body import make_body, serve_mask
 from fastlayer.routes.execution import execute
-from fastlayer.routes.sdpa import options, sdpa_launches
+from fastlayer.routes.sdpa import options, sdpa_launches, within_capture
 from fastlayer.weights import ModelState
 
 
@@ -43,6 +43,7 @@ class BatchStreamRoute:
 
     def bind(self, state: ModelState, contract: RuntimeContract, launch: Launch) -> Bound:
         check_launch(self.name, launch, {**options(contract), "slice": ()})
+        launch = within_capture(state, contract, launch)
         size = int(launch.get("slice") or slice_samples(contract))
         part = contract.with_batch(size)
         eager = make_body(

@@ -45,6 +45,7 @@ class SdpaRoute:
 
     def bind(self, state: ModelState, contract: RuntimeContract, launch: Launch) -> Bound:
         check_launch(self.name, launch, options(contract))
+        launch = within_capture(state, contract, launch)
         body = make_body(
             state,
             contract,
@@ -61,21 +62,27 @@ def options(contract: RuntimeContract) -> dict[str, tuple[object, ...]]:
 
 
 def sdpa_launches(contract: RuntimeContract) -> list[Launch]:
-    """Launches worth measuring, the default first.
-
-    A caller's own capture or trace leaves only eager execution: a graph cannot be captured within
-    a capture.
-    """
+    """Launches worth measuring, the default first."""
     choices = options(contract)
     linears = [
         linear for linear in choices["linear"] if linear == "aten" or mkldnn_linear_available()
     ]
-    eager_only = contract.capturing or contract.compiling
-    executions = ("eager",) if eager_only else choices["execution"]
     return [
         {"packed_qkv": bool(packed), "linear": str(linear), "execution": str(execution)}
-        for execution in executions
+        for execution in choices["execution"]
         for linear in linears
         for packed in choices["packed_qkv"]
         if not (execution != "eager" and linear == "mkldnn" and contract.device.type == "cpu")
     ]
+
+
+def within_capture(state: ModelState, contract: RuntimeContract, launch: Launch) -> Launch:
+    """``launch``, or what is left of it inside a graph capture of the caller's.
+
+    No graph can be captured there, and nothing packed: a replay would read buffers that a later
+    edit of the weights leaves behind.
+    """
+    if not contract.capturing:
+        return launch
+    state.notes.append("a CUDA graph is being captured: eager execution, weights not packed")
+    return {**launch, "packed_qkv": False, "execution": "eager"}
