@@ -55,7 +55,8 @@ FLUSH_MULTIPLE = 4
 def patched_timers() -> list[str]:
     """Public timers that are no longer what they were when this module was imported."""
     return [
-        name for name, owner, attribute, original in _TIMERS
+        name
+        for name, owner, attribute, original in _TIMERS
         if getattr(owner, attribute, None) is not original
     ]
 

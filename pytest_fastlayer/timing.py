@@ -326,9 +326,7 @@ def _keep(readings: Sequence[dict[str, ClockReading | None]], dropped: Counter[s
     return keep
 
 
-def _progress_line(
-    samples: dict[str, list[float]], done: int, pairs: int, elapsed: float
-) -> str:
+def _progress_line(samples: dict[str, list[float]], done: int, pairs: int, elapsed: float) -> str:
     ratios = [a / b for a, b in zip(samples["A"], samples["B"], strict=True) if b > 0]
     estimate = f"{stdlib_statistics.median(ratios):.2f}x" if ratios else "below the timer's step"
     left = elapsed / done * (pairs - done)
