@@ -12,21 +12,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import JsonValue
 
 from pytest_fastlayer import accuracy, baselines, devices, environment, gate, probes, timing
 from pytest_fastlayer import statistics as stats
-from pytest_fastlayer.immutable import FrozenReference, parameters_of
+from pytest_fastlayer.accuracy_message import explain
+from pytest_fastlayer.immutable import FrozenReference, held_tensors
 from pytest_fastlayer.memory import peak_memory
 from pytest_fastlayer.options import Settings
 from pytest_fastlayer.records import (
     Arm,
     CaseRecord,
     Device,
-    Method,
     PeakMemory,
     Probe,
     RootMeanSquare,
@@ -188,7 +188,7 @@ class Workbench:
             comparison, empty when every element is within tolerance.
         """
         first = arguments(pair.inputs, FIRST_SEED)
-        device = device_of(first, pair.reference.parameters())
+        device = device_of(first, held_tensors(pair.reference.target))
         key = devices.lock_key_for(device.type)
         header = self.header(device)
         variants: tuple[Arm, ...] = ()
@@ -210,7 +210,7 @@ class Workbench:
         args: tuple[Any, ...],
     ) -> Timing:
         """Paired timing alone, for the ``paired_timing`` fixture; judges nothing."""
-        device = device_of(args, parameters_of(reference))
+        device = device_of(args, held_tensors(reference))
         with (
             devices.device_lock(devices.lock_key_for(device.type), exclusive=True),
             torch.no_grad(),
@@ -218,12 +218,13 @@ class Workbench:
             watches = Stopwatch(reference, device), Stopwatch(candidate, device)
             for watch in watches:
                 watch(*args)
-            return self._measure(
-                timing.bind(reference, args),
-                timing.bind(candidate, args),
+            measured, _ = self._measure(
+                partial(reference, *args),
+                partial(candidate, *args),
                 device,
                 (watches[0].shortest_s, watches[1].shortest_s),
             )
+            return measured
 
     def header(self, device: torch.device) -> dict[str, Any]:
         """What every record of this run says of machine and settings."""
@@ -259,7 +260,7 @@ class Workbench:
         cost = (reference.shortest_s, candidate.shortest_s)
         rms = self._rms(pair, feed, tolerance, device, cost) if merged.passed else None
         pair.reference.verify()
-        failure = "" if merged.passed else accuracy.explain(merged, seeds=used, replay=self.rerun)
+        failure = "" if merged.passed else explain(merged, seeds=used, replay=self.rerun)
         measured = accuracy.to_record(merged, used, tolerance, rms)
         verdict, reason = Verdict.ACCURATE, ""
         if not measured.passed:
@@ -336,15 +337,16 @@ class Workbench:
                 }
             )
         args = arguments(pair.inputs, FIRST_SEED)
-        reference = timing.bind(pair.reference, args)
-        candidate = timing.bind(pair.candidate, args)
+        reference = partial(pair.reference, *args)
+        candidate = partial(pair.candidate, *args)
         peak = PeakMemory(
             reference=peak_memory(reference, device), candidate=peak_memory(candidate, device)
         )
         try:
-            measured = self._measure(reference, candidate, device, cost)
+            measured, hidden = self._measure(reference, candidate, device, cost)
         except stats.SamplesError as error:
             return gate.judge_failure(case, error)
+        case = case.model_copy(update={"probes": (*case.probes, hidden)})
         rivals = tuple(self._arm(pair, name, pair.rivals, device) for name in self._rivals(pair))
         pair.reference.verify()
         return case.model_copy(update={"timing": measured, "peak_mib": peak, "rivals": rivals})
@@ -364,7 +366,7 @@ class Workbench:
         candidate: Callable[[], Any],
         device: torch.device,
         cost: tuple[float, float],
-    ) -> Timing:
+    ) -> tuple[Timing, Probe]:
         """Pairs, the A/A control, and extensions while the interval straddles the floor."""
         clock = timing.clock_for(device)
         pairs = self.knob("pairs", device)
@@ -372,59 +374,52 @@ class Workbench:
         # An arm against itself shows what the schedule alone reports; the cheaper arm serves
         # where the dearer would not fit the budget.
         affordable = 2 * MIN_PAIRS * cost[0] <= self.knob("budget_s", device) / 3
-        control_arm = "reference" if affordable else "candidate"
+        control_arm: Literal["reference", "candidate"] = "reference" if affordable else "candidate"
         control_fn = reference if affordable else candidate
         control_plan = self._plan(
             device, pairs if self.settings.aa else max(MIN_PAIRS, pairs // 3), share=1 / 3
         )
-        monitor = environment.NvmlMonitor(device)
+        telemetry = timing.Telemetry()
         samples = timing.measure(
-            reference, candidate, clock=clock, plan=plan, monitor=monitor, progress=self.progress
-        )
-        self.progress("A/A control")
-        control = timing.measure(
-            control_fn,
-            control_fn,
+            reference,
+            candidate,
             clock=clock,
-            plan=control_plan,
-            monitor=monitor,
-            skip_settle=True,
+            plan=plan,
+            progress=self.progress,
+            telemetry=telemetry,
+        )
+        self.progress(f"A/A control of the {control_arm}")
+        control = timing.measure(
+            control_fn, control_fn, clock=clock, plan=control_plan, skip_settle=True
         )
         policy = self._policy()
         extensions = 0
         while True:
             summary = stats.summarize(
-                samples.paired,
-                control=control.paired,
+                samples,
+                control=control,
                 control_arm=control_arm,
-                method=Method(
-                    clock=clock.name,
-                    l2=plan.l2,
-                    settle_s=plan.settle_s,
-                    block_ms=plan.block_ms,
-                ),
+                method=telemetry.method(clock, plan),
                 min_effect=self.knob("min_effect", device),
                 extensions=extensions,
-                dropped_reasons=samples.dropped_reasons,
-                clocks=monitor.summary(),
-                warnings=samples.warnings,
+                dropped_reasons=telemetry.dropped_reasons(),
+                clocks=telemetry.clocks(),
+                warnings=telemetry.warnings(),
             )
             if not gate.needs_extension(summary, policy):
-                break
+                return summary, telemetry.probe()
             extensions += 1
             self.progress(f"inconclusive, extension {extensions} of {gate.MAX_EXTENSIONS}")
-            samples = samples.extended(
-                timing.measure(
-                    reference,
-                    candidate,
-                    clock=clock,
-                    plan=plan,
-                    monitor=monitor,
-                    skip_settle=True,
-                    forwards=samples.paired.forwards,
-                )
+            more = timing.measure(
+                reference,
+                candidate,
+                clock=clock,
+                plan=plan,
+                skip_settle=True,
+                forwards=samples.forwards,
+                telemetry=telemetry,
             )
-        return summary
+            samples = samples.extended(more)
 
     def _rivals(self, pair: Pair) -> Sequence[str]:
         unknown = [name for name in self.settings.rivals if name not in pair.rivals]
@@ -465,10 +460,10 @@ class Workbench:
                 reason=f"{measured.failed:,} of {measured.total:,} elements out of tolerance",
                 accuracy=measured,
             )
-        bound = timing.bind(function, args)
+        bound = partial(function, *args)
         try:
-            summary = self._measure(
-                timing.bind(pair.reference, args),
+            summary, hidden = self._measure(
+                partial(pair.reference, *args),
                 bound,
                 device,
                 (reference.shortest_s, candidate.shortest_s),
@@ -477,7 +472,9 @@ class Workbench:
             return Arm(name=name, verdict=error.verdict, reason=str(error), accuracy=measured)
         policy = replace(self._policy(), require_baseline=False)
         judged = gate.judge(
-            CaseRecord(verdict=Verdict.ACCURATE, accuracy=measured, timing=summary),
+            CaseRecord(
+                verdict=Verdict.ACCURATE, accuracy=measured, timing=summary, probes=(hidden,)
+            ),
             None,
             name=name,
             device=environment.device_record(device),
@@ -490,7 +487,7 @@ class Workbench:
             verdict=Verdict.PASS if passed else judged.verdict,
             reason="" if passed else judged.reason,
             accuracy=measured,
-            timing=summary.model_copy(update={"log_ratios": None}),
+            timing=judged.timing and judged.timing.model_copy(update={"log_ratios": None}),
             peak_mib=peak_memory(bound, device),
         )
 

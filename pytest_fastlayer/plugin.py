@@ -89,7 +89,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.stash[SETTINGS].bench:
         return
     # As --benchmark-only does: a timed run has no company.
-    timed, rest = [], []
+    timed: list[pytest.Item] = []
+    rest: list[pytest.Item] = []
     for item in items:
         wanted = TIMED_FIXTURES.intersection(getattr(item, "fixturenames", ()))
         (timed if wanted else rest).append(item)
@@ -112,7 +113,7 @@ def pytest_runtest_makereport(
     payloads = item.stash.get(PAYLOADS, [])
     if call.when == "call" and payloads:
         # A plain attribute of JSON types: xdist carries it to the controller with the report.
-        report.fastlayer = list(payloads)
+        report.fastlayer = list(payloads)  # type: ignore[attr-defined]
     return report
 
 

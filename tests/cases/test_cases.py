@@ -6,6 +6,7 @@ timed, and held against the stored baseline.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,6 +22,7 @@ from fastlayer.contract import Precision, RuntimeContract
 from fastlayer.device import free_bytes, probe
 from fastlayer.inputs import BASE_SEED, make_inputs
 from fastlayer.routes import eligible_routes, launches
+from pytest_fastlayer import freeze
 
 #: Batch of a check that is not a benchmark: enough for every path, quick on two cores.
 CHECK_BATCH = 2
@@ -143,7 +145,7 @@ def test_case(case_id, paired):
     reference = reference_class(config).to(device).eval()
     paired(
         name,
-        reference=reference,
+        reference=freeze(reference, source=inspect.getfile(reference_class)),
         candidate=build(reference, config, policy=policy(device)),
         inputs=partial(inputs, config, device),
         reference_kind="dense",

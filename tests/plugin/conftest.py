@@ -69,7 +69,12 @@ def bench(pytester: pytest.Pytester) -> Callable[..., pytest.RunResult]:
     def run(*args: str, quick: bool = True) -> pytest.RunResult:
         given = QUICK if quick else ()
         return pytester.runpytest_inprocess(
-            "-p", "no:cacheprovider", "--fastlayer-bench", "--fastlayer-json=run.json", *given, *args
+            "-p",
+            "no:cacheprovider",
+            "--fastlayer-bench",
+            "--fastlayer-json=run.json",
+            *given,
+            *args,
         )
 
     return run

@@ -48,8 +48,9 @@ def test_command_line_may_tighten_but_not_loosen(project, pytester):
 
 def test_unknown_marker_field(project, pytester):
     project("@pytest.mark.tolerance(abs=1)" + PASSING, conftest="")
-    pytester.makepyfile(test_pair="import pytest\nfrom pair import *\n"
-                        "@pytest.mark.tolerance(abs=1)" + PASSING)
+    pytester.makepyfile(
+        test_pair="import pytest\nfrom pair import *\n@pytest.mark.tolerance(abs=1)" + PASSING
+    )
     result = pytester.runpytest_inprocess()
     assert result.ret != 0
     result.stdout.fnmatch_lines(["*pytest.mark.tolerance*'abs'*atol, mode, rtol*"])
@@ -109,6 +110,7 @@ def test_help_markers_and_fixtures_explain(pytester):
     assert "--fastlayer-bench" in text
     assert "fastlayer_pairs" in text
     assert "paired_timing(" in pytester.runpytest_inprocess("--markers").stdout.str()
-    assert "Gate a (reference, candidate) pair" in pytester.runpytest_inprocess(
-        "--fixtures"
-    ).stdout.str()
+    assert (
+        "Gate a (reference, candidate) pair"
+        in pytester.runpytest_inprocess("--fixtures").stdout.str()
+    )

@@ -96,8 +96,11 @@ def test_layer_norm(paired):
 def test_slower_than_the_stored_baseline(project, bench, record):
     project(PASSING)
     assert bench("--fastlayer-update-baseline", "--fastlayer-baseline=base").ret == 0
-    project(PASSING.replace("candidate=fast(module)", "candidate=lambda x: [fast(module)(x) "
-                            "for _ in range(2)][0]"))
+    project(
+        PASSING.replace(
+            "candidate=fast(module)", "candidate=lambda x: [fast(module)(x) for _ in range(2)][0]"
+        )
+    )
     result = bench("--fastlayer-baseline=base")
     assert result.ret == 1
     case = record()["cases"]["layer_norm"]
