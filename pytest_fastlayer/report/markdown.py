@@ -16,15 +16,20 @@ _SPECIAL = re.compile(
     r"""[&<>|`*\[\]~@\#\\$]           # markup anywhere
     | (?<![A-Za-z0-9])_ | _(?![A-Za-z0-9])  # emphasis; an underscore within a word is none
     | :(?=//|\w+:) | w(?=ww\.)         # links and emoji
-    | ^[-+=] | (?<=^\d)[.)]            # blocks at the start of a line
     """,
     re.VERBOSE,
 )
+#: What would start a block inside a list item: another list, a heading's underline.
+_BLOCK = re.compile(r"^[-+=]|(?<=^\d)[.)]")
 
 
 def escape(value: object, limit: int = 400) -> str:
     """``value`` as literal text on one line."""
-    return _SPECIAL.sub(lambda match: f"&#{ord(match[0])};", text.plain(value, limit))
+    return _SPECIAL.sub(_entity, text.plain(value, limit))
+
+
+def _entity(match: re.Match[str]) -> str:
+    return f"&#{ord(match[0])};"
 
 
 def table(run: RunRecord) -> str:
@@ -51,5 +56,5 @@ def _rows(run: RunRecord) -> list[str]:
 
 
 def _item(line: Line) -> str:
-    shown = escape(line.text)
+    shown = _BLOCK.sub(_entity, escape(line.text))
     return f"- **{shown}**" if line.mood == "bad" else f"- {shown}"

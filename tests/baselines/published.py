@@ -1,6 +1,7 @@
 """Turns the published RTX 5080 figures beside this file into a baseline.
 
-Run as ``python tests/baselines/published.py`` to rewrite the file under ``baselines/``. figures are copied as they are, only their units change; what was not published (intervals, the
+Run as ``python tests/baselines/published.py`` to rewrite the file under ``baselines/``. The
+figures are copied as they are, only their units change; what was not published (intervals, the
 budget used, which arm the A/A controls timed) is left out rather than estimated.
 """
 

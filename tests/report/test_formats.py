@@ -1,0 +1,195 @@
+"""Markdown, GitHub, JUnit and the explanations."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from makers import accuracy, case, incorrect, run, timing, unsupported
+from test_terminal import HOSTILE, change
+
+from pytest_fastlayer.records import NoiseFloor, Probe, RootMeanSquare, Verdict
+from pytest_fastlayer.report import explain, github, junit, markdown
+
+
+def mixed():
+    return run(
+        {
+            "green": case(),
+            "slow": case(Verdict.SLOWER, comparison=change(), reason="the drop, in full: 5%\nx"),
+            "first": case(Verdict.NO_BASELINE, reason="nothing stored"),
+            "wrong": incorrect(),
+            "huge": unsupported(),
+        }
+    )
+
+
+# Markdown
+
+
+def test_markdown_table_is_rectangular():
+    rows = [line for line in markdown.table(mixed()).splitlines() if line.startswith("|")]
+    assert len(rows) == 2 + 5
+    assert len({row.count("|") for row in rows}) == 1
+    assert rows[2].endswith("PASS |")
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("a|b", "a&#124;b"),
+        ("<img src=x onerror=alert(1)>", "&#60;img src=x onerror=alert(1)&#62;"),
+        ("[x](http://evil)", "&#91;x&#93;(http&#58;//evil)"),
+        ("@all see #1", "&#64;all see &#35;1"),
+        ("`code` *b* $m$", "&#96;code&#96; &#42;b&#42; &#36;m&#36;"),
+        ("compiled_sdpa", "compiled_sdpa"),
+        ("_emphasis_", "&#95;emphasis&#95;"),
+        ("www.evil.example", "&#119;ww.evil.example"),
+        (":tada: 5: x", "&#58;tada: 5: x"),
+        ("-5.0% of 3.0", "-5.0% of 3.0"),
+    ],
+)
+def test_markdown_escapes(given, shown):
+    assert markdown.escape(given) == shown
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet="a|<>`\n\r\\*_[]()@#!&;: \x1b", max_size=30))
+def test_markdown_fuzz(name):
+    document = markdown.table(run({name: case(label=name, route=name)}))
+    rows = [line for line in document.splitlines() if line.startswith("|")]
+    assert len(rows) == 3
+    assert len({row.count("|") for row in rows}) == 1
+    assert not re.search(r"<(?!/?sub>)", document)
+
+
+def test_markdown_notes_stay_items_of_one_list():
+    document = markdown.table(run(notes=("- nested", "1. numbered", "# heading", "plain")))
+    items = document.splitlines()[-4:]
+    assert items == ["- &#45; nested", "- 1&#46; numbered", "- &#35; heading", "- plain"]
+
+
+def test_markdown_without_cases():
+    assert "No case ran." in markdown.table(run({}))
+
+
+# GitHub
+
+
+def test_annotations():
+    assert github.commands(mixed()) == [
+        "::error title=SLOWER slow::the drop, in full: 5%25 x",
+        "::notice title=NO_BASELINE first::nothing stored",
+        "::error title=INCORRECT wrong::1 of 8388608 elements out of tolerance",
+    ]
+
+
+def test_annotation_points_at_the_test():
+    red = case(Verdict.SLOWER, nodeid="tests/a,b.py::test[x::y]", label="x:y,z")
+    (command,) = github.commands(run({"a": red}))
+    assert command.startswith("::error file=tests/a%2Cb.py,title=SLOWER x%3Ay%2Cz::")
+
+
+def test_annotations_cannot_be_forged():
+    red = case(Verdict.SLOWER, label=HOSTILE, reason="x\n::error::forged", nodeid=HOSTILE)
+    (command,) = github.commands(run({"a": red}))
+    assert "\n" not in command
+    assert command.isprintable()
+
+
+def test_step_summary_is_appended(tmp_path):
+    path = tmp_path / "summary.md"
+    path.write_text("before\n")
+    assert github.write_summary(run(), {"GITHUB_STEP_SUMMARY": str(path)}) == path
+    assert path.read_text() == "before\n" + markdown.table(run()) + "\n"
+    assert github.write_summary(run(), {}) is None
+
+
+# JUnit
+
+
+def test_junit():
+    suite = ET.fromstring(junit.render(mixed())).find("testsuite")
+    assert suite.attrib["tests"] == "5"
+    assert suite.attrib["failures"] == "2"
+    assert suite.attrib["skipped"] == "1"
+    cases = {entry.attrib["name"]: entry for entry in suite.iter("testcase")}
+    assert cases["slow"].find("failure").attrib["type"] == "SLOWER"
+    assert cases["slow"].find("failure").attrib["message"] == "SLOWER: the drop, in full: 5% x"
+    assert cases["green"].find("failure") is None
+    assert "speedup: 4.00x" in cases["green"].find("system-out").text
+    properties = {p.attrib["name"]: p.attrib["value"] for p in suite.iter("property")}
+    assert properties["device"] == "NVIDIA H200"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=20))
+def test_junit_is_always_well_formed(name):
+    red = case(Verdict.SLOWER, label=name, reason=name, route=name)
+    document = ET.fromstring(junit.render(run({name: red})).encode())
+    assert len(list(document.iter("testcase"))) == 1
+
+
+# Explanations
+
+
+def test_every_verdict_has_its_rule():
+    assert set(explain.RULES) == set(Verdict)
+    assert set(explain.ADVICE) == set(Verdict) - {Verdict.PASS, Verdict.FASTER}
+
+
+@pytest.mark.parametrize("verdict", list(Verdict))
+def test_every_verdict_is_explained(verdict):
+    untimed = verdict in (Verdict.INCORRECT, Verdict.DISHONEST)
+    lines = explain.explain("a", case(verdict, None if untimed else 4.0, reason="because"))
+    assert lines[:2] == [f"a: {verdict.value}", "because"]
+    assert any(line.startswith(f"The rule. {verdict.value}:") for line in lines)
+    assert all("\n" not in line for line in lines)
+
+
+def test_numbers_are_in_the_sentences():
+    inconclusive = case(
+        Verdict.INCONCLUSIVE,
+        accuracy=accuracy(rms_vs_float64=RootMeanSquare(candidate=1e-4, reference=2e-4)),
+        comparison=change(provenance="published", changed_since=("torch 1 -> 2",)),
+        timing=timing(
+            1.1,
+            0.1,
+            ci=(1.05, 1.15),
+            extensions=4,
+            floor_sources=NoiseFloor(
+                within_quad=0.01, control=0.1, resolution=0.001, min_effect=0.01
+            ),
+            dropped_pairs=2,
+            dropped_reasons=("throttled",),
+            warnings=("hot",),
+        ),
+    )
+    said = "\n".join(explain.explain("a", inconclusive))
+    for part in (
+        "used 43% of its tolerance",
+        "candidate's RMS error is 0.0001 and the reference's 0.0002",
+        "1.10x [1.05, 1.15] from 6 pairs after 4 extensions",
+        "Noise floor 10.0%, set by the A/A control",
+        "[1.050, 1.150] lies on both sides of 1 + floor = 1.100",
+        "the reference against itself gave +0.1%",
+        "smallest change detectable here is 2.0%",
+        "2 pairs were dropped: throttled",
+        "Warning: hot",
+        "0.950x [0.940, 0.960]; below 1 is slower",
+        "published, not a measurement of this machine",
+        "Changed since: torch 1 -> 2",
+        "- take more pairs",
+        "- look for what differs between two equal arms",
+    ):
+        assert part in said
+
+
+def test_probes_and_missing_interval():
+    caught = case(Verdict.DISHONEST, None, probes=(Probe(name="p", passed=False, message="m"),))
+    assert "Probe p failed: m" in explain.explain("a", caught)
+    said = "\n".join(explain.explain("a", case(timing=timing(ci=None))))
+    assert "noise floor stands in" in said
