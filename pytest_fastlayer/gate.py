@@ -1,9 +1,9 @@
 """From one case's record, a baseline and a policy to a verdict with its reason. Pure.
 
-Order of judgement, the first that applies: UNSUPPORTED or UNRESOLVABLE (set by whoever measured),
-DISHONEST, INCORRECT, ACCURATE (nothing timed), then against the baseline SLOWER and MORE_MEMORY,
-then on its own BELOW_FLOOR and INCONCLUSIVE, then STALE_BASELINE, OTHER_MACHINE, NO_BASELINE,
-FASTER, PASS.
+Order of judgement, the first that applies: DISHONEST, INCORRECT; then, of a case without a figure,
+UNSUPPORTED, UNRESOLVABLE or INCONCLUSIVE as whoever measured it said, else ACCURATE; then against
+the baseline SLOWER and MORE_MEMORY; then on its own BELOW_FLOOR and INCONCLUSIVE; then
+STALE_BASELINE, OTHER_MACHINE, NO_BASELINE, FASTER, PASS.
 
 Multiplicity: an item of a run is judged before the others are known, so it must pass Holm's
 *first* step, ``p <= alpha / m`` with m the cases to be timed. `judge_run` takes the remaining
@@ -12,14 +12,13 @@ steps once the run is complete; it can only turn further cases SLOWER, never tak
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from pytest_fastlayer import records, statistics
+from pytest_fastlayer import comparability, records, statistics
 from pytest_fastlayer.records import GREEN, CaseRecord, Comparison, RunRecord, Timing, Verdict
 
 MAX_EXTENSIONS = 4
@@ -77,20 +76,22 @@ def judge(
     """A copy of ``case`` with verdict, reason and, where comparable, the comparison.
 
     ``name`` is the case's key in the baseline, ``device`` and ``software`` what it ran on;
-    ``baseline_path`` is only told to the reader. A case that arrives as UNSUPPORTED or
-    UNRESOLVABLE keeps its verdict and reason.
+    ``baseline_path`` is only told to the reader. A case without a timing that arrives as
+    UNSUPPORTED, UNRESOLVABLE or INCONCLUSIVE keeps its verdict and reason.
     """
     blocked = _blocked(case)
     if blocked is not None:
         return _with(case, blocked, timing=None, comparison=None)
     timing = case.timing
     if timing is None:
-        return _with(case, _Finding(Verdict.ACCURATE, f"{_accuracy(case)}; not timed."))
+        text = f"{_accuracy(case)}; not timed"
+        return _with(case, _Finding(Verdict.ACCURATE, text), comparison=None)
 
-    obstacle = _obstacle(case, baseline, name, device, baseline_path)
-    comparison, finding = None, None
+    where = baseline_path or "the baseline"
+    obstacle = comparability.obstacle(case, baseline, name=name, device=device, where=where)
+    stored, comparison, complaint = None, None, None
     if obstacle is None:
-        assert baseline is not None  # _obstacle would have said NO_BASELINE
+        assert baseline is not None  # or there would be an obstacle
         stored = baseline.cases[name]
         assert stored.timing is not None
         comparison = statistics.compare_ratio(
@@ -98,25 +99,33 @@ def judge(
             stored.timing,
             baseline_path=baseline_path,
             provenance=baseline.provenance,
-            changed_since=changed_since(software, baseline.software),
+            changed_since=comparability.changed_since(software, baseline.software),
         )
-        finding = _regression(case, stored, comparison, policy, policy.alpha / policy.family_size)
-    elif obstacle.verdict is Verdict.STALE_BASELINE:
-        finding = obstacle
+        complaint = _regression(case, stored, comparison, policy)
+    standing = f"{_cleared(timing, policy)}; "
+    notice = _Finding(obstacle[0], standing + obstacle[1]) if obstacle else None
 
-    waived = ""
-    if finding is not None and name in policy.accepted:
-        waived = f" Accepted by name: {finding.verdict}, {finding.reason}"
-        finding = None
-    relative = None if finding is obstacle else finding
-    finding = relative or _claim(timing, policy) or (None if waived else obstacle)
-    finding = finding or _green(timing, baseline, name, comparison, policy)
-    return _with(case, _Finding(finding.verdict, finding.reason + waived), comparison=comparison)
+    if name in policy.accepted:
+        worse = complaint or (notice if _is_stale(notice) else None)
+        finding = _claim(timing, policy) or (_accepted(standing, worse) if worse else None)
+    else:
+        finding = complaint or _claim(timing, policy)
+    finding = finding or notice or _green(timing, stored, comparison, policy)
+    return _with(case, finding, comparison=comparison)
+
+
+def _is_stale(finding: _Finding | None) -> bool:
+    return finding is not None and finding.verdict is Verdict.STALE_BASELINE
+
+
+def _accepted(standing: str, worse: _Finding) -> _Finding:
+    return _Finding(Verdict.PASS, f"{standing}accepted by name, would be {worse.verdict}")
 
 
 def judge_failure(case: CaseRecord, error: statistics.SamplesError) -> CaseRecord:
     """A copy of ``case`` whose samples gave no speedup: UNRESOLVABLE or INCONCLUSIVE, and why."""
-    return _with(case, _Finding(error.verdict, f"{error}."), timing=None, comparison=None)
+    finding = _blocked(case) or _Finding(error.verdict, str(error))
+    return _with(case, finding, timing=None, comparison=None)
 
 
 def needs_extension(timing: Timing, policy: Policy) -> bool:
@@ -137,7 +146,8 @@ def judge_run(cases: Mapping[str, CaseRecord], policy: Policy) -> dict[str, Case
     for (name, comparison), is_slower in zip(compared.items(), rejected, strict=True):
         case = cases[name]
         if is_slower and _beyond(comparison) and name not in policy.accepted and case.timing:
-            text = _slower(comparison, case.timing, f"Holm over {len(compared)} cases")
+            evidence = f"p = {comparison.p_value:.2g}, Holm over {len(compared)} cases"
+            text = _slower(comparison, case.timing, evidence)
             judged[name] = _with(case, _Finding(Verdict.SLOWER, text))
     return judged
 
@@ -174,18 +184,6 @@ def exit_code(verdicts: Iterable[Verdict], policy: Policy) -> int:
     return next((code for verdict, code in EXIT_CODES.items() if verdict in failing), 0)
 
 
-def changed_since(now: records.Software | None, then: records.Software) -> tuple[str, ...]:
-    """Telemetry that differs, as ``"torch 2.11 -> 2.13"``; explains, never forbids."""
-    if now is None:
-        return ()
-    old, new = then.model_dump(), now.model_dump()
-    return tuple(
-        f"{field} {old[field]} -> {new[field]}"
-        for field in old
-        if None not in (old[field], new[field]) and old[field] != new[field]
-    )
-
-
 def memory_limit_mib(stored_mib: float, policy: Policy) -> float:
     """Most that the candidate's peak memory may be, given the stored peak, both MiB."""
     return stored_mib + max(policy.memory_tolerance * stored_mib, policy.memory_slack_mib)
@@ -217,110 +215,44 @@ def _ratio(value: float, ci: tuple[float, float] | None) -> str:
 
 
 def _accuracy(case: CaseRecord) -> str:
-    if case.accuracy is None:
-        return "accuracy was not measured"
+    assert case.accuracy is not None
     return (
         f"{case.accuracy.failed} of {case.accuracy.total} elements out of tolerance "
         f"in {case.accuracy.trials} trials"
     )
 
 
+#: What whoever measured has settled already: there is no figure to judge.
+_SETTLED = frozenset({Verdict.UNSUPPORTED, Verdict.UNRESOLVABLE, Verdict.INCONCLUSIVE})
+
+
 def _blocked(case: CaseRecord) -> _Finding | None:
     """What forbids judging speed at all."""
-    if case.verdict in (Verdict.UNSUPPORTED, Verdict.UNRESOLVABLE):
-        return _Finding(case.verdict, case.reason)
     caught = [probe for probe in case.probes if not probe.passed]
     if caught:
         said = "; ".join(f"{probe.name}: {probe.message or 'failed'}" for probe in caught)
         return _Finding(
             Verdict.DISHONEST,
             f"{len(caught)} of {len(case.probes)} honesty probes caught the candidate "
-            f"({said}): make every call compute its result from its inputs alone.",
+            f"({said}): make every call compute its result from its inputs alone",
         )
-    if case.accuracy is None or not case.accuracy.passed:
-        detail = _accuracy(case)
-        if case.accuracy is not None:
-            detail += f", {case.accuracy.nonfinite} not finite"
-            if case.accuracy.budget_used is not None:
-                detail += f", the worst at {case.accuracy.budget_used:.2f} of its budget"
+    if case.accuracy is not None and not case.accuracy.passed:
+        detail = f"{_accuracy(case)}, {case.accuracy.nonfinite} not finite"
+        if case.accuracy.budget_used is not None:
+            detail += f", the worst at {case.accuracy.budget_used:.2f} of its budget"
         return _Finding(
             Verdict.INCORRECT,
-            f"{detail}: correct the candidate first, a wrong result has no speed.",
+            f"{detail}: correct the candidate first, a wrong result has no speed",
+        )
+    if case.timing is None and case.verdict in _SETTLED:
+        return _Finding(case.verdict, case.reason)
+    if case.accuracy is None:
+        return _Finding(
+            Verdict.INCORRECT,
+            "accuracy was not measured: compare at least one trial, an unchecked result has no "
+            "speed",
         )
     return None
-
-
-def _obstacle(
-    case: CaseRecord, baseline: RunRecord | None, name: str, device: records.Device, path: str
-) -> _Finding | None:
-    """Why the case cannot be compared with the baseline, if it cannot."""
-    where = path or "the baseline"
-    if baseline is None:
-        return _Finding(
-            Verdict.NO_BASELINE,
-            f"nothing is stored at {where}: store this run with --fastlayer-update-baseline.",
-        )
-    if not device.matches(baseline.device):
-        return _Finding(
-            Verdict.OTHER_MACHINE,
-            f"{where} was measured on {_describe(baseline.device)}, this run on "
-            f"{_describe(device)}: store this machine's own with --fastlayer-update-baseline.",
-        )
-    stored = baseline.cases.get(name)
-    if stored is None or stored.timing is None:
-        what = "no such case" if stored is None else "no timing of it"
-        return _Finding(
-            Verdict.NO_BASELINE,
-            f"{where} holds {len(baseline.cases)} cases but {what}: add it with "
-            "--fastlayer-update-baseline.",
-        )
-    changes = _identity_changes(case, stored)
-    if changes:
-        return _Finding(
-            Verdict.STALE_BASELINE,
-            f"{where} was stored for another {' and '.join(changes)}: restore what changed, or "
-            f"accept it with --fastlayer-update-baseline --fastlayer-accept {name}.",
-        )
-    return None
-
-
-def _describe(device: records.Device) -> str:
-    units = "multiprocessors" if device.type == "cuda" else "threads"
-    capability = "capability {}.{}, ".format(*device.capability) if device.capability else ""
-    return f"{device.name} ({capability}{device.multiprocessors} {units}, {device.memory_mib} MiB)"
-
-
-def _identity_changes(case: CaseRecord, stored: CaseRecord) -> list[str]:
-    """What decides comparability and differs, each as ``what (then, now)``."""
-    assert case.timing is not None
-    assert stored.timing is not None
-    rows: list[tuple[str, Any, Any]] = [
-        ("workload", _canonical(stored.workload), _canonical(case.workload)),
-        ("precision", _precision(stored), _precision(case)),
-        ("clock", _clock(stored.timing), _clock(case.timing)),
-        ("L2 state", stored.timing.method.l2, case.timing.method.l2),
-    ]
-    if stored.reference_sha256 and case.reference_sha256:
-        digests = (stored.reference_sha256[:12], case.reference_sha256[:12])
-        if stored.reference_sha256 != case.reference_sha256:
-            rows.append(("reference digest", *digests))
-    return [f"{what} ({then} then, {now} now)" for what, then, now in rows if then != now]
-
-
-def _canonical(workload: Mapping[str, Any]) -> str:
-    return json.dumps(workload, sort_keys=True)
-
-
-def _precision(case: CaseRecord) -> str:
-    if case.precision is None:
-        return "unstated"
-    tf32 = "on" if case.precision.allow_tf32 else "off"
-    return f"{case.precision.float32_matmul_precision}, TF32 {tf32}"
-
-
-def _clock(timing: Timing) -> str:
-    """Published figures were taken with CUDA events."""
-    return "cuda_events" if timing.method.clock == "published" else timing.method.clock
 
 
 def _beyond(comparison: Comparison) -> bool:
@@ -328,13 +260,18 @@ def _beyond(comparison: Comparison) -> bool:
     return comparison.ci is not None and comparison.ci[1] < 1 / (1 + comparison.threshold)
 
 
+def _is_regression(comparison: Comparison, policy: Policy) -> bool:
+    """Holm's first step: all that an item may use before the others are known."""
+    return _beyond(comparison) and comparison.p_value <= policy.alpha / policy.family_size
+
+
 def _regression(
-    case: CaseRecord, stored: CaseRecord, comparison: Comparison, policy: Policy, step: float
+    case: CaseRecord, stored: CaseRecord, comparison: Comparison, policy: Policy
 ) -> _Finding | None:
     """SLOWER or MORE_MEMORY than stored."""
     assert case.timing is not None
-    if _beyond(comparison) and comparison.p_value <= step:
-        text = _slower(comparison, case.timing, f"p = {comparison.p_value:.2g} <= {step:.2g}")
+    if _is_regression(comparison, policy):
+        text = _slower(comparison, case.timing, f"p = {comparison.p_value:.2g}")
         return _Finding(Verdict.SLOWER, text)
     now = case.peak_mib.candidate if case.peak_mib else None
     then = stored.peak_mib.candidate if stored.peak_mib else None
@@ -343,7 +280,7 @@ def _regression(
             Verdict.MORE_MEMORY,
             f"the candidate's peak memory is {now:.1f} MiB, stored {then:.1f} MiB, limit "
             f"{memory_limit_mib(then, policy):.1f} MiB: free intermediate tensors earlier, or "
-            "accept the figure with --fastlayer-accept.",
+            "accept the figure with --fastlayer-accept",
         )
     return None
 
@@ -354,9 +291,8 @@ def _slower(comparison: Comparison, timing: Timing, evidence: str) -> str:
     return (
         f"the speedup is {_ratio(timing.speedup, timing.ci)}, "
         f"{_ratio(comparison.ratio, comparison.ci)} of the stored one, wholly beyond the combined "
-        f"floors of {_percent(comparison.threshold)} ({evidence}"
-        f"{since}): find the change that cost it, or accept "
-        "the figure with --fastlayer-accept."
+        f"floors of {_percent(comparison.threshold)} ({evidence}{since}): find the change that "
+        "cost it, or accept the figure with --fastlayer-accept"
     )
 
 
@@ -370,50 +306,49 @@ def _claim(timing: Timing, policy: Policy) -> _Finding | None:
         return _Finding(
             Verdict.BELOW_FLOOR,
             f"the speedup {said} does not reach {against}: a faster candidate, a quieter machine "
-            "or a lower min_speedup is needed.",
+            "or a lower min_speedup is needed",
         )
     if low <= bar:
         return _Finding(
             Verdict.INCONCLUSIVE,
             f"the speedup {said} straddles {against} after {timing.extensions} extensions and "
-            f"{timing.pairs} pairs: quieten the machine or measure more pairs.",
+            f"{timing.pairs} pairs: quieten the machine or measure more pairs",
         )
     others = timing.clocks.other_processes if timing.clocks else 0
     if policy.require_quiet and others:
         return _Finding(
             Verdict.INCONCLUSIVE,
             f"{others} other processes used the device while {said} was measured: stop them, or "
-            "drop --fastlayer-require-quiet.",
+            "drop --fastlayer-require-quiet",
         )
     return None
 
 
-def _green(
-    timing: Timing,
-    baseline: RunRecord | None,
-    name: str,
-    comparison: Comparison | None,
-    policy: Policy,
-) -> _Finding:
-    said = (
+def _cleared(timing: Timing, policy: Policy) -> str:
+    return (
         f"the speedup {_ratio(timing.speedup, timing.ci)} clears {_bar(timing, policy):.3f}x "
         f"(floor {_percent(timing.noise_floor)})"
     )
-    if comparison is None or baseline is None:
-        return _Finding(Verdict.PASS, f"{said}.")
-    said += f" and is {_ratio(comparison.ratio, comparison.ci)} of the stored one"
-    stored = baseline.cases[name].timing
+
+
+def _green(
+    timing: Timing, stored: CaseRecord | None, comparison: Comparison | None, policy: Policy
+) -> _Finding:
     assert stored is not None
+    assert stored.timing is not None
+    assert comparison is not None
+    said = (
+        f"{_cleared(timing, policy)} and is {_ratio(comparison.ratio, comparison.ci)} of the "
+        f"stored one"
+    )
     # A gain is a drop seen from the other side.
-    gain = statistics.compare_ratio(stored, timing)
-    if _beyond(gain) and gain.p_value <= policy.alpha / policy.family_size:
+    gain = statistics.compare_ratio(stored.timing, timing)
+    if _is_regression(gain, policy):
         return _Finding(
             Verdict.FASTER,
             f"{said}, beyond the combined floors of {_percent(comparison.threshold)}: keep the "
-            "gain with --fastlayer-update-baseline.",
+            "gain with --fastlayer-update-baseline",
         )
     effect = timing.min_detectable_effect
     blind = f"; a slowdown under {_percent(effect)} could hide" if effect is not None else ""
-    return _Finding(
-        Verdict.PASS, f"{said}, no drop beyond {_percent(comparison.threshold)}{blind}."
-    )
+    return _Finding(Verdict.PASS, f"{said}, no drop beyond {_percent(comparison.threshold)}{blind}")
