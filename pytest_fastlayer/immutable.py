@@ -217,7 +217,9 @@ class FrozenReference:
             return self.target(*args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"FrozenReference({_code_owner(self.target).__qualname__}, sha256={self.sha256[:12]})"
+        return (
+            f"FrozenReference({_code_owner(self.target).__qualname__}, sha256={self.sha256[:12]})"
+        )
 
     def changes(self) -> list[str]:
         """What differs from the moment of freezing, one phrase each; empty if nothing."""
