@@ -84,8 +84,8 @@ def operands(launch: Launch, sizes: FusedSizes, weights: FusedWeights) -> Operan
         return Operands(
             (weights.qkv, weights.out, weights.ffn_in, weights.ffn_out, *rest), maximum
         )
-    thirds = weights.qkv.chunk(3, dim=2)
-    matrices = (*thirds, weights.out, weights.ffn_in, weights.ffn_out)
+    query, *rest_of_qkv = weights.qkv.split([sizes.heads_width, 2 * sizes.heads_width], dim=2)
+    matrices = (query, *rest_of_qkv, weights.out, weights.ffn_in, weights.ffn_out)
     return Operands((*(fragments(m, launch.warps) for m in matrices), *rest), maximum)
 
 

@@ -116,8 +116,9 @@ def feed_forward(
     """``x + gelu(norm(x) W1 + b1) W2 + b2`` for a tile ``x [R, W]``, ``CHUNK`` hidden columns at once."""
     cols = tl.arange(0, W)
     part = tl.arange(0, CHUNK)
+    b2 = tl.load(b2_ptr + cols)
     h = normalise(x, D).to(tl.float16)
-    x += tl.load(b2_ptr + cols)[None, :]
+    x += b2[None, :]
     for c in tl.range(0, F, CHUNK, num_stages=STAGES):
         w1 = tl.load(w1_ptr + cols[:, None] * F + (c + part)[None, :])
         w2 = tl.load(w2_ptr + (c + part)[:, None] * W + cols[None, :])

@@ -63,8 +63,9 @@ def single_kernel(
         qkv = qkv_ptr + layer * (3 * W * G)
         wo = wo_ptr + layer * (G * W)
         bias = bias_ptr + layer * (G + 2 * W + F)
+        bo = tl.load(bias + G + cols)
         h = normalise(x, D).to(tl.float16)
-        x += tl.load(bias + G + cols)[None, :]
+        x += bo[None, :]
         for g in tl.range(0, GROUPS, num_stages=STAGES):
             column = g * GROUP + head
             weights = qkv + cols[:, None] * (3 * G) + column[None, :]

@@ -39,17 +39,16 @@ def fragments(matrices: torch.Tensor, warps: int) -> torch.Tensor:
 
 
 @triton.jit
-def _fragment(ptr, K: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr):
-    """The matrix ``[K, N]`` that ``fragments`` laid down at ``ptr``."""
+def _fragment(flat, K: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr):
+    """The matrix ``[K, N]`` that ``fragments`` laid down as ``flat [K * N]``."""
     SIDE: tl.constexpr = WARPS if WARPS * 8 <= N else N // 8
-    flat = tl.load(ptr + tl.arange(0, K * N))
     split = tl.reshape(flat, [N // (8 * SIDE), K // 32, SIDE, 8, 4, 2, 2, 2])
     return tl.reshape(tl.permute(split, (1, 5, 6, 4, 7, 0, 2, 3)), [K, N])
 
 
 @triton.jit
 def strips_kernel(
-    x_ptr, out_ptr, wq_ptr, wk_ptr, wv_ptr, wo_ptr, w1_ptr, w2_ptr, bias_ptr, final_ptr,
+    x_ptr, out_ptr, wq_ptr, wkv_ptr, wo_ptr, w1_ptr, w2_ptr, bias_ptr, final_ptr,
     length_ptr, keys_ptr, flag_ptr, batch, tokens, strips,
     D: tl.constexpr, W: tl.constexpr, H: tl.constexpr, HEAD: tl.constexpr, F: tl.constexpr,
     LAYERS: tl.constexpr, LENGTHS: tl.constexpr, STRIPS: tl.constexpr, ROWS: tl.constexpr,
@@ -66,6 +65,7 @@ def strips_kernel(
     rows = tl.arange(0, ROWS)
     cols = tl.arange(0, W)
     columns = tl.arange(0, G)
+    both = tl.arange(0, 2 * G)
     hidden = tl.arange(0, F)
     slots = tl.arange(0, STRIPS)
     position = strip * ROWS + rows
@@ -83,7 +83,7 @@ def strips_kernel(
     start = tl.load(flags + strip)
     stride = (batch * strips * ROWS).to(tl.int64) * (2 * G)
     keys = keys_ptr + (sequence * strips * ROWS).to(tl.int64) * (2 * G)
-    own = (strip * ROWS + rows)[:, None] * (2 * G) + columns[None, :]
+    own = (strip * ROWS + rows)[:, None] * (2 * G) + both[None, :]
 
     item = tl.arange(0, ITEMS)
     part = tl.arange(0, PART)
@@ -97,24 +97,29 @@ def strips_kernel(
 
     layers = tl.where(strip * ROWS < length, LAYERS, 0)
     served = True
+    # Weights are asked for one or two stages before their use; these two live across the loop.
+    kv_flat = tl.load(wkv_ptr + tl.arange(0, 2 * W * G))
     for layer in tl.range(0, layers, num_stages=1):
         bias = bias_ptr + layer * (G + 2 * W + F)
         here = keys + layer * stride
-        wk = _fragment(wk_ptr + layer * (W * G), W, G, WARPS)
-        wv = _fragment(wv_ptr + layer * (W * G), W, G, WARPS)
-        wq = _fragment(wq_ptr + layer * (W * G), W, G, WARPS)
+        wq_flat = tl.load(wq_ptr + layer * (W * G) + tl.arange(0, W * G))
+        bq = tl.load(bias + columns)
+        bo = tl.load(bias + G + cols)
+        b1 = tl.load(bias + G + W + hidden)
+        b2 = tl.load(bias + G + W + F + cols)
         h = normalise(x, D).to(tl.float16)
-        tl.store(here + own, tl.dot(h, wk).to(tl.float16))
-        tl.store(here + G + own, tl.dot(h, wv).to(tl.float16))
+        kv = tl.dot(h, _fragment(kv_flat, W, 2 * G, WARPS)).to(tl.float16)
+        wo_flat = tl.load(wo_ptr + layer * (W * G) + tl.arange(0, W * G))
+        tl.store(here + own, kv)
         publish(flags + strip, start + layer + 1)
 
-        wo = _fragment(wo_ptr + layer * (W * G), G, W, WARPS)
-        q = (tl.dot(h, wq) + tl.load(bias + columns)[None, :]).to(tl.float16)
+        q = (tl.dot(h, _fragment(wq_flat, W, G, WARPS)) + bq[None, :]).to(tl.float16)
         q = tl.permute(tl.reshape(q, [ROWS, H, HEAD]), (1, 0, 2))
         if SPLIT > 1:
             q = tl.reshape(
                 tl.broadcast_to(q[:, None, :, :], [H, SPLIT, ROWS, HEAD]), [ITEMS, ROWS, HEAD]
             )
+        w1_flat = tl.load(w1_ptr + layer * (W * F) + tl.arange(0, W * F))
         served &= await_tiles(flags + slots, slots < strip, start + layer + 1)
         k = tl.load(
             here + k_offsets, mask=reachable[:, None, :], other=0.0, cache_modifier=".cg"
@@ -122,7 +127,6 @@ def strips_kernel(
         v = tl.load(
             here + G + v_offsets, mask=reachable[:, :, None], other=0.0, cache_modifier=".cg"
         )
-        w1 = _fragment(w1_ptr + layer * (W * F), W, F, WARPS)
         s = tl.where(visible, tl.dot(q, k), float("-inf"))
         if MAXIMUM:
             # A part may hold no visible key: its maximum stays finite, its sum zero.
@@ -132,6 +136,7 @@ def strips_kernel(
             p = tl.exp2(s)
         total = tl.sum(p, axis=2)
         o = tl.dot(p.to(tl.float16), v)
+        w2_flat = tl.load(w2_ptr + layer * (W * F) + tl.arange(0, W * F))
         if SPLIT > 1:
             total = tl.reshape(total, [H, SPLIT, ROWS])
             o = tl.reshape(o, [H, SPLIT, ROWS, HEAD])
@@ -144,12 +149,13 @@ def strips_kernel(
             o = tl.sum(o, axis=1)
         o = (o * (1.0 / total)[:, :, None]).to(tl.float16)
         o = tl.reshape(tl.permute(o, (1, 0, 2)), [ROWS, G])
-        x = tl.dot(o, wo, x + tl.load(bias + G + cols)[None, :])
+        x = tl.dot(o, _fragment(wo_flat, G, W, WARPS), x + bo[None, :])
 
-        w2 = _fragment(w2_ptr + layer * (W * F), F, W, WARPS)
+        following = tl.minimum(layer + 1, LAYERS - 1)
+        kv_flat = tl.load(wkv_ptr + following * (2 * W * G) + tl.arange(0, 2 * W * G))
         h = normalise(x, D).to(tl.float16)
-        g = gelu(tl.dot(h, w1) + tl.load(bias + G + W + hidden)[None, :], EXACT_GELU)
-        x = tl.dot(g.to(tl.float16), w2, x + tl.load(bias + G + W + F + cols)[None, :])
+        g = gelu(tl.dot(h, _fragment(w1_flat, W, F, WARPS)) + b1[None, :], EXACT_GELU)
+        x = tl.dot(g.to(tl.float16), _fragment(w2_flat, F, W, WARPS), x + b2[None, :])
     if layers == 0:
         publish(flags + strip, start + LAYERS)
     x = tl.where(served, x, float("nan"))

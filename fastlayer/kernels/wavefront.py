@@ -102,16 +102,15 @@ def attend(
 
 @triton.jit
 def add_attention(
-    x, sequence_ptr, wo_ptr, bo_ptr, tile, limit,
+    x, sequence_ptr, wo_ptr, tile, limit,
     W: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
     G: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, ONCE: tl.constexpr,
     CAUSAL: tl.constexpr, MAXIMUM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``x + attention`` from the Q, K, V stored at ``sequence_ptr [., 3 G]``."""
+    """``x + attention``, bias apart, from the Q, K, V stored at ``sequence_ptr [., 3 G]``."""
     rows = tl.arange(0, ROWS)
     cols = tl.arange(0, W)
     head = tl.arange(0, GROUP)
-    x += tl.load(bo_ptr + cols)[None, :]
     q_ptrs = sequence_ptr + (tile * ROWS + rows)[:, None] * (3 * G) + head[None, :]
     for g in tl.range(0, GROUPS, num_stages=STAGES if ONCE else 1):
         column = g * GROUP
@@ -176,6 +175,7 @@ def wavefront_kernel(
     for layer in tl.range(0, layers, num_stages=1):
         bias = bias_ptr + layer * (G + 2 * W + F)
         here = keys + layer * stride
+        bo = tl.load(bias + G + cols)
         project(
             x, here + tile * (ROWS * 3 * G), qkv_ptr + layer * (3 * W * G), bias,
             D, W, G, ROWS, QKV_CHUNK, STAGES,
@@ -183,7 +183,7 @@ def wavefront_kernel(
         publish(flags + tile, start + layer + 1)
         served &= await_tiles(flags + slots, slots < tile, start + layer + 1)
         x = add_attention(
-            x, here, wo_ptr + layer * (G * W), bias + G, tile, (tile + 1) * ROWS,
+            x + bo[None, :], here, wo_ptr + layer * (G * W), tile, (tile + 1) * ROWS,
             W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, ONCE, True, MAXIMUM, STAGES,
         )  # fmt: skip
         ffn = bias + G + W
@@ -239,7 +239,8 @@ def layer_kernel(
         if CAUSAL:
             limit = (tile + 1) * ROWS
         x = add_attention(
-            x, keys + (done % 2) * stride, wo_ptr + done * (G * W), bias + G, tile, limit,
+            x + tl.load(bias + G + cols)[None, :], keys + (done % 2) * stride,
+            wo_ptr + done * (G * W), tile, limit,
             W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, ONCE, CAUSAL, MAXIMUM, STAGES,
         )  # fmt: skip
         ffn = bias + G + W
