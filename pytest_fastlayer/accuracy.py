@@ -258,8 +258,8 @@ def _compare_leaf(
 ) -> Comparison:
     """One pair of leaves; None where the other arm's output has no such leaf."""
     if candidate is None or reference is None or candidate.path != reference.path:
-        c, r = (leaf.path if leaf else "nothing" for leaf in (candidate, reference))
-        return _mismatch(tolerance, f"structure: candidate has {c} where reference has {r}")
+        mine, theirs = (leaf.path if leaf else "nothing" for leaf in (candidate, reference))
+        return _mismatch(tolerance, f"structure: candidate has {mine} where reference has {theirs}")
     path = reference.path
     c, r = as_tensor(candidate, "candidate"), as_tensor(reference, "reference")
     if c is None or r is None:
@@ -293,19 +293,19 @@ def _to_comparison(
     truth: Leaf | None,
 ) -> Comparison:
     shape = tuple(reference.shape)
+    true_output = None if truth is None else truth.value
 
     def element(flat: int | None) -> Element | None:
         if flat is None:
             return None
         index = unravel(flat, shape)
         true = None
-        if truth is not None and isinstance(truth.value, torch.Tensor):
-            if tuple(truth.value.shape) == shape:
-                true = truth.value[index].item()
+        if isinstance(true_output, torch.Tensor) and tuple(true_output.shape) == shape:
+            true = true_output[index].item()
         c, r = candidate[index].item(), reference[index].item()
         return Element(path, index, c, r, is_exact(reference.dtype), seed, true)
 
-    columns = ()
+    columns: tuple[FailingColumns, ...] = ()
     if stats.columns and shape:
         counts = tuple(sorted(stats.columns.items()))
         columns = (FailingColumns(path, shape[-1], counts),)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -201,7 +202,7 @@ def clock_for(device: torch.device | str) -> Clock:
 def _smallest_step(readings: int = 2000) -> float:
     """Smallest step between two readings of the clock that was ever seen."""
     times = [_perf_counter() for _ in range(readings)]
-    steps = [b - a for a, b in zip(times, times[1:], strict=False) if b > a]
+    steps = [b - a for a, b in pairwise(times) if b > a]
     return min(steps, default=1e-6)
 
 

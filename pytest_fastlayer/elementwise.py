@@ -26,9 +26,10 @@ import torch
 
 Mode = Literal["either", "sum"]
 
-#: Elements a chunk: on CUDA large enough to hide the launches (9 temporaries of float64 make
-#: 144 MiB, complex 288 -> halved). On CPU at torch's parallel grain: in cache, and without waking the
-#: OpenMP pool thousands of times, which is slower and stalls for seconds on a busy machine.
+#: Elements a chunk. On CUDA large enough to hide the launches (9 temporaries of float64 make
+#: 144 MiB; complex ones are twice as wide, so their chunks are halved). On CPU torch's parallel
+#: grain: in cache, and without waking the OpenMP pool thousands of times, which is slower and
+#: stalls for seconds on a busy machine.
 CUDA_CHUNK = 1 << 21
 CPU_CHUNK = 1 << 15
 

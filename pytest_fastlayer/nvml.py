@@ -68,7 +68,7 @@ class NvmlMonitor:
 
     def __init__(self, device: torch.device | str, nvml: Any = None) -> None:
         """``nvml`` replaces the pynvml module (tests)."""
-        self._nvml = nvml if nvml is not None else _load()
+        self._nvml: Any = nvml if nvml is not None else _load()
         self._handle: Any = None
         device = torch.device(device)
         if self._nvml is None or device.type != "cuda":

@@ -1,0 +1,125 @@
+"""Memory that a candidate must not rely on: uninitialised, freed, or the reference's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pytest_fastlayer.outputs import tensors
+
+#: Allocations whose contents are undefined until the caller writes them.
+_EMPTY_OPS = frozenset(
+    {
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.empty_permuted.default,
+        torch.ops.aten.new_empty.default,
+        torch.ops.aten.new_empty_strided.default,
+    }
+)
+
+#: Every byte of the poison: NaN in all IEEE types and in fp8, -1 in integers.
+_POISON = 0xFF
+#: Freed blocks of each output's size that are poisoned, if they fit.
+_BLOCKS = 4
+#: On CPU the heap keeps small blocks only; large ones go back to the system, which clears them.
+_CPU_LIMIT = 64 << 20
+
+Key = tuple[str, int]
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage behind a tensor as a flat uint8 tensor that aliases it."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage())
+
+
+def storage_keys(values: object) -> set[Key]:
+    """(device, address) of every storage behind the tensors of a nested object."""
+    return {
+        (str(tensor.device), tensor.untyped_storage().data_ptr())
+        for tensor in tensors(values)
+        if tensor.layout == torch.strided and tensor.untyped_storage().nbytes()
+    }
+
+
+class PoisonedAllocations(TorchDispatchMode):
+    """While active, memory from torch.empty and its kin is full of NaN.
+
+    Reaches allocations made through torch's dispatcher on this thread. A torch.compile'd callable
+    runs its eager form meanwhile (Dynamo steps aside under a dispatch mode).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _EMPTY_OPS and result.device.type != "meta":
+            if result.dtype == torch.bool:
+                result.fill_(True)
+            elif result.untyped_storage().nbytes():
+                storage_bytes(result).fill_(_POISON)
+        return result
+
+
+def poison_free_memory(like: object) -> None:
+    """Fill freed memory of these outputs' sizes with NaN, so that no earlier result is left in it.
+
+    CUDA's caching allocator hands the same blocks out again; so does the C heap for small ones.
+    """
+    blocks = []
+    for tensor in tensors(like):
+        size = tensor.untyped_storage().nbytes()
+        for _ in range(_BLOCKS):
+            if tensor.is_cuda:
+                fits = size <= torch.cuda.mem_get_info(tensor.device)[0] // 4
+            else:
+                fits = size <= _CPU_LIMIT
+            if fits:
+                block = torch.empty(size, dtype=torch.uint8, device=tensor.device)
+                blocks.append(block.fill_(_POISON))
+    del blocks
+
+
+@contextmanager
+def veiled(*outputs: object, spare: Iterable[Key] = ()) -> Iterator[None]:
+    """Flip every bit of these outputs' memory for the duration, in place and exactly reversible.
+
+    A candidate that finds the reference's results lying about (through gc, frames or freed
+    memory) then finds rubbish. ``spare`` names storages that must keep their contents (inputs).
+    """
+    kept = set(spare)
+    flats: dict[Key, torch.Tensor] = {}
+    for tensor in tensors(outputs):
+        for key in storage_keys(tensor) - kept:
+            if tensor.dtype != torch.bool:  # a flipped bool is no bool
+                flats[key] = storage_bytes(tensor)
+    for flat in flats.values():
+        flat.bitwise_not_()
+    try:
+        yield
+    finally:
+        for flat in flats.values():
+            flat.bitwise_not_()
+
+
+def is_overlapping(tensor: torch.Tensor) -> bool:
+    """Whether two elements share memory (expanded tensors): such a tensor cannot be written."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in pairs)
+
+
+def overwrite(target: torch.Tensor, source: torch.Tensor, *, silently: bool) -> None:
+    """Write new contents to the same address; ``silently`` leaves the version counter as it is.
+
+    Kernels launched outside torch write silently too, so a cache keyed on address and version is
+    not a safe one for data.
+    """
+    with torch.inference_mode() if target.is_inference() else torch.no_grad():
+        (target.data if silently else target).copy_(source)

@@ -1,0 +1,318 @@
+"""The probes in order. They share a handful of forwards, because one may take seconds.
+
+Without help that is two forwards of the reference and five of the candidate; none of the
+reference's where the caller hands in outputs and the arms have no weights to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pytest_fastlayer import records
+from pytest_fastlayer.accuracy import Comparison, Tolerance, compare
+from pytest_fastlayer.clocks import patched_timers
+from pytest_fastlayer.fingerprint import fingerprints
+from pytest_fastlayer.immutable import FrozenReference, freeze
+from pytest_fastlayer.outputs import leaves, tensors
+from pytest_fastlayer.probes.checks import aliased_input, brief, held_output, lazy_type
+from pytest_fastlayer.probes.memory import (
+    PoisonedAllocations,
+    is_overlapping,
+    overwrite,
+    poison_free_memory,
+    storage_bytes,
+    storage_keys,
+    veiled,
+)
+from pytest_fastlayer.probes.state import (
+    changed,
+    global_state,
+    public_functions,
+    replaced_functions,
+)
+from pytest_fastlayer.probes.streams import late_inputs
+from pytest_fastlayer.probes.weights import (
+    WEIGHT_SCALE,
+    ModulePair,
+    common_weights,
+    module_pair,
+    scaled,
+)
+
+#: A forward of the reference that takes longer than this is not repeated for one probe alone.
+LONG_FORWARD_S = 5.0
+#: Lures, copies laid out for a candidate that searches memory, are made up to this many bytes.
+LURE_BYTES = 64 << 20
+
+
+def run_probes(
+    reference: Callable[..., object],
+    candidate: Callable[..., object],
+    inputs: Callable[[int], Any],
+    seeds: Sequence[int],
+    tolerance: Tolerance | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    expected: Mapping[int, object] | None = None,
+    weights_of: ModulePair | None = None,
+    cost: tuple[float, float] | None = None,
+) -> tuple[records.Probe, ...]:
+    """Run every probe that applies and return one record each.
+
+    ``inputs(seed)`` builds the arguments (a tuple, or one tensor) and must give the same values
+    for the same seed. ``expected`` holds outputs of the reference that are at hand already, by
+    seed; the probes use the first two of ``seeds``. ``weights_of`` is the (reference, candidate)
+    pair of modules whose weights are changed together; left out, it is taken from arms that are
+    modules themselves, and plain functions skip that probe. ``cost`` is seconds per forward
+    (reference, candidate): beyond ``LONG_FORWARD_S`` no forward of the reference is spent on the
+    weights alone. A probe that was left out passes with a message saying why.
+
+    An exception raised by an arm passes through with a note saying what was probed.
+    """
+    run = _Run(freeze(reference), candidate, inputs, tolerance or Tolerance(), expected or {})
+    first = seeds[0] if seeds else 0
+    second = seeds[1] if len(seeds) > 1 else first + 1
+    run.same_address(first, second)
+    run.unwritten_output()
+    if torch.device(device).type == "cuda":
+        run.side_stream(torch.device(device))
+    run.stale_weights(weights_of, long=cost is not None and cost[0] > LONG_FORWARD_S)
+    run.afterwards()
+    return tuple(run.found)
+
+
+@dataclass
+class _Run:
+    """The probes of one pair, with what one hands on to the next."""
+
+    reference: FrozenReference
+    candidate: Callable[..., object]
+    inputs: Callable[[int], Any]
+    tolerance: Tolerance
+    expected: Mapping[int, object]
+    found: list[records.Probe] = field(default_factory=list)
+    args: tuple[Any, ...] = ()
+    want: object = None  #: the reference's output for the present contents of ``args``
+    settings: Mapping[str, object] = field(default_factory=global_state)
+    functions: Mapping[str, object] = field(default_factory=public_functions)
+    edits: list[str] = field(default_factory=list)  #: of the reference, before the first probe
+
+    def __post_init__(self) -> None:
+        self.edits = self.reference.changes()
+
+    def record(self, name: str, problem: str = "", note: str = "") -> None:
+        self.found.append(records.Probe(name=name, passed=not problem, message=problem or note))
+
+    def arguments(self, seed: int) -> tuple[Any, ...]:
+        given = self.inputs(seed)
+        return tuple(given) if isinstance(given, tuple | list) else (given,)
+
+    def call(self, what: str, *veil: object) -> object:
+        """One forward of the candidate, the reference's outputs veiled meanwhile."""
+        spare = storage_keys(self.args)
+        with torch.no_grad(), _noting(what, "candidate"), veiled(*veil, spare=spare):
+            return self.candidate(*self.args)
+
+    def ask_reference(self, what: str) -> object:
+        with _noting(what, "reference"):
+            return self.reference(*self.args)
+
+    def failing(self, output: object, want: object) -> Comparison | None:
+        one = compare(output, want, self.tolerance)
+        return None if one.passed else one
+
+    def same_address(self, first: int, second: int) -> None:
+        """A plain call; then new contents at the same address, the first output still held.
+
+        The second call comes before the reference has seen those contents: there is no result to
+        be found anywhere.
+        """
+        self.args = self.arguments(first)
+        before = fingerprints(self.args)
+        known = [self.expected[seed] for seed in (first, second) if seed in self.expected]
+        output = self.call("a plain call", known)
+        snapshot = fingerprints(output)
+        self._input_unchanged(before, first)
+
+        note = self._refill(self.arguments(second), before)
+        lure = _lure(output)
+        again = self.call("fresh contents at the same address", known)
+        lured = bool(lure) and fingerprints(again) == fingerprints(lure)
+        with veiled(known, spare=storage_keys(self.args)):
+            lured |= any(fingerprints(again) == fingerprints(one) for one in known)
+        shared = storage_keys(again) & storage_keys((known, lure))
+        self.want = (
+            self.expected[second]
+            if second in self.expected
+            else self.ask_reference("fresh contents")
+        )
+        self.record("output_type", lazy_type(output, self.want))
+        self.record("output_aliases_input", aliased_input(again, self.want, self.args))
+        self.record(
+            "reference_memory",
+            "the candidate returned a result that it had found in the test's memory"
+            if lured or shared - storage_keys(self.args)
+            else "",
+        )
+        self._fresh_contents(again, snapshot, note)
+        self.record("two_outputs_held", held_output(output, snapshot, again))
+
+    def _input_unchanged(self, before: tuple[object, ...], seed: int) -> None:
+        after = fingerprints(self.args)
+        names = [
+            leaf.path for leaf in leaves(self.args, "input") if isinstance(leaf.value, torch.Tensor)
+        ]
+        edited = [name for name, a, b in zip(names, before, after, strict=True) if a != b]
+        problem = f"the candidate overwrote {', '.join(edited)}: later calls see other data"
+        self.record("input_unchanged", problem if edited else "")
+        if edited:
+            self.args = self.arguments(seed)
+
+    def _refill(self, fresh: tuple[Any, ...], before: object) -> str:
+        """Bring the fresh contents to the old addresses; a note where that is not possible."""
+        pairs = list(zip(tensors(self.args), tensors(fresh), strict=False))
+        same_form = len(tensors(self.args)) == len(tensors(fresh)) and all(
+            (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) for a, b in pairs
+        )
+        if not pairs:
+            self.args = fresh
+            return "there is no tensor among the inputs"
+        if fingerprints(fresh) == before:
+            return "inputs(seed) gives the same contents for both seeds"
+        if not same_form or any(is_overlapping(a) for a, _ in pairs):
+            self.args = fresh
+            return "the inputs cannot be written in place: checked at another address"
+        data = [(a, b) for a, b in pairs if a.is_floating_point() or a.is_complex()]
+        other = [(a, b) for a, b in pairs if not (a.is_floating_point() or a.is_complex())]
+        for a, b in other:
+            overwrite(a, b, silently=False)
+        if data and other:
+            # A cache may know masks and indices by their version. Let it see the new ones first:
+            # what it then keeps must not outlive new data.
+            self.call("new masks or indices at the same address")
+        for a, b in data:
+            overwrite(a, b, silently=True)
+        return ""
+
+    def _fresh_contents(self, again: object, snapshot: object, note: str) -> None:
+        wrong = self.failing(again, self.want)
+        problem = ""
+        if wrong and fingerprints(again) == snapshot:
+            problem = (
+                "the candidate returned its earlier result although the inputs' contents had "
+                "changed at the same address: results are replayed by pointer, version or shape"
+            )
+        elif wrong:
+            problem = f"wrong after the inputs' contents changed in place: {brief(wrong)}"
+        self.record("fresh_contents", problem, note and f"not wholly checked: {note}")
+
+    def unwritten_output(self) -> None:
+        """Every allocation, and all freed memory, holds NaN: what is returned must be written."""
+        poison_free_memory(self.want)
+        with PoisonedAllocations():
+            output = self.call("poisoned memory", self.want)
+        wrong = self.failing(output, self.want)
+        self.record(
+            "unwritten_output",
+            "with uninitialised memory poisoned the output is wrong: the candidate returns, or "
+            "computes from, memory that it never wrote, such as what the reference has freed: "
+            f"{brief(wrong)}"
+            if wrong
+            else "",
+        )
+
+    def side_stream(self, device: torch.device) -> None:
+        """Late inputs on the current stream; the outputs read as soon as that stream gets there."""
+        what = "late inputs on the current stream"
+        copies = late_inputs(lambda: self.call(what), self.args, self.want, device)
+        wrong = [one for copy in copies if (one := self.failing(copy, tensors(self.want)))]
+        self.record(
+            "side_stream",
+            "wrong for a caller on the current stream: work runs on another stream that does not "
+            f"wait for the caller's, or is not waited for: {brief(wrong[0])}"
+            if wrong
+            else "",
+        )
+
+    def stale_weights(self, weights_of: ModulePair | None, *, long: bool) -> None:
+        """Both arms' weights changed in place: the candidate must follow."""
+        name = "stale_weights"
+        pair = weights_of or module_pair(self.reference.target, self.candidate)
+        weights = common_weights(pair) if pair else []
+        if not weights:
+            why = (
+                "the two modules have no weights of the same names"
+                if pair
+                else "the arms are not modules (weights_of names a pair)"
+            )
+            self.record(name, note=f"not run: {why}")
+            return
+        if long:
+            self.record(name, note=f"not run: a reference forward takes over {LONG_FORWARD_S:g} s")
+            return
+        what = "weights changed in place"
+        with scaled(weights):
+            output = self.call(what, self.want)
+            want = self.ask_reference(what)
+        problem = note = ""
+        wrong = self.failing(output, want)
+        if wrong and self.failing(output, self.want) is None:
+            problem = (
+                "after its weights were changed in place the candidate still computes with the "
+                "old ones: packed copies or captured graphs are stale"
+            )
+        elif wrong:
+            problem = (
+                "wrong after its weights were changed in place: some of what it keeps (packed "
+                f"copies, captured graphs) is stale: {brief(wrong)}"
+            )
+        elif self.failing(self.want, want) is None:
+            note = f"not conclusive: weights times {WEIGHT_SCALE} change the output too little"
+        self.record(name, problem, note)
+
+    def afterwards(self) -> None:
+        """What must be as it was at the start."""
+        edits = [one for one in self.reference.changes() if one not in self.edits]
+        timers = patched_timers()
+        functions = [one for one in replaced_functions(self.functions) if one not in timers]
+        settings = changed(self.settings, global_state())
+        for name, found, text in (
+            ("reference_unchanged", edits, "the reference was edited meanwhile: {}"),
+            ("timers", timers, "{} replaced: whoever replaces a timer sets its own time"),
+            ("patched_functions", functions, "{} replaced, which the reference uses too"),
+            (
+                "global_state",
+                settings,
+                "process-wide settings changed: {}; the reference is then measured under them",
+            ),
+        ):
+            self.record(name, text.format(", ".join(found[:5])) if found else "")
+
+
+def _lure(output: object) -> list[torch.Tensor]:
+    """Copies of an output with their bits flipped, for a candidate that searches memory to find."""
+    found = tensors(output)
+    if sum(one.untyped_storage().nbytes() for one in found) > LURE_BYTES:
+        return []
+    copies = [one.detach().clone() for one in found]
+    for copy in copies:
+        if copy.dtype == torch.bool:
+            copy.logical_not_()
+        else:
+            storage_bytes(copy).bitwise_not_()
+    return copies
+
+
+@contextmanager
+def _noting(what: str, arm: str) -> Iterator[None]:
+    """Add what was being probed to an exception of an arm."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised by the {arm} while probing: {what}")
+        raise
