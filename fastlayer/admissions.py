@@ -145,9 +145,7 @@ class Admissions:
                 return row
         return None
 
-    def refusal(
-        self, contract: RuntimeContract, route: str, launch: LaunchItems
-    ) -> Refusal | None:
+    def refusal(self, contract: RuntimeContract, route: str, launch: LaunchItems) -> Refusal | None:
         """The refused row for this very choice, or None."""
         for row in self.refused:
             if (

@@ -1,4 +1,4 @@
-"""What routing may know of a device, as a frozen value, so that choices are testable without one."""
+"""What routing may know of a device: a frozen value, so that choices are tested without one."""
 
 from __future__ import annotations
 

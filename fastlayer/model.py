@@ -80,9 +80,7 @@ class FastTransformer(ReferenceTransformer):
         _BY_HANDLE[self._handle] = self
 
     @classmethod
-    def from_reference(
-        cls, reference: nn.Module, *, config: object = None, **options: Any
-    ) -> Self:
+    def from_reference(cls, reference: nn.Module, *, config: object = None, **options: Any) -> Self:
         """A model that shares the very parameters of ``reference``: an edit shows in both.
 
         ``reference`` is any module with the reference's parameter names; ``config`` defaults to its
@@ -269,9 +267,7 @@ class FastTransformer(ReferenceTransformer):
             return replace(contract, available_bytes=_available(x.device))
         return contract
 
-    def _mask_kind(
-        self, x: torch.Tensor, mask: torch.Tensor | None, runtime: _Runtime
-    ) -> MaskKind:
+    def _mask_kind(self, x: torch.Tensor, mask: torch.Tensor | None, runtime: _Runtime) -> MaskKind:
         if mask is None:
             return MaskKind.NONE
         if not (
@@ -351,13 +347,14 @@ class _Runtime:
             self.plans.popitem(last=False)
 
 
+#: (grad mode, inference mode, autocast dtype or "", precision, deterministic, capturing)
 _Ambient = tuple[bool, bool, str, Precision, bool, bool]
 
 _PRECISIONS: dict[tuple[str, bool], Precision] = {}
 
 
 def _ambient(device_type: str) -> _Ambient:
-    """Process and thread state: (grad, inference, autocast, precision, deterministic, capturing)."""
+    """Process and thread state, in the order of ``_Ambient``."""
     try:
         matmul = torch.get_float32_matmul_precision()
     except RuntimeError:  # torch refuses to answer once its older and newer settings were mixed

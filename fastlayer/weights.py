@@ -127,7 +127,9 @@ class _Watch:
         self._entries = [entries for entries, _ in slots]
         self._names = [name for _, name in slots]
         self._objects = [entries[name] for entries, name in slots]
-        self._children = [module._modules for module in modules if isinstance(module, nn.ModuleList)]
+        self._children = [
+            module._modules for module in modules if isinstance(module, nn.ModuleList)
+        ]
         self._child_counts = list(map(len, self._children))
         self._tensors = [item for item in self._objects if isinstance(item, torch.Tensor)]
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))

@@ -8,7 +8,7 @@
 
 Invalid tokens are zero-filled once, at the end. The reference does it after every block as well,
 but no valid token ever reads an invalid one: under right padding causality keeps them apart, and
-without causality the key mask does; an irregular mask is first made right-padded, see ``compacted``.
+without causality the key mask does. An irregular mask is made right-padded first: ``compacted``.
 """
 
 from __future__ import annotations
@@ -157,9 +157,7 @@ def fused_attention(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal)
 
 
-def make_body(
-    state: ModelState, contract: RuntimeContract, packed_qkv: bool, linear: str
-) -> Body:
+def make_body(state: ModelState, contract: RuntimeContract, packed_qkv: bool, linear: str) -> Body:
     """The body over the present weights; packing is shared by all contracts of the model."""
     tokens = contract.config.tokens
 

@@ -12,7 +12,7 @@ from layer_support import assert_accepted, make_pair, masks, small
 from fastlayer import CASES, FastTransformer, MaskKind, make_inputs
 from fastlayer.graphs import GraphedCall
 from fastlayer.routes import launches
-from fastlayer.routes.batch_stream import slice_samples
+from fastlayer.routes.batch_stream import working_set_samples
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -283,7 +283,7 @@ def test_case_6_peaks_within_its_bound():
 
 @pytest.mark.parametrize("execution", ["eager", "graph"])
 def test_batch_stream_halves_its_slices_when_memory_runs_out(monkeypatch, execution):
-    from fastlayer.routes import batch_stream
+    from fastlayer.routes.slices import Slices
 
     config = replace(CASES[1], batch_size=48)
     reference, model = make_pair(
@@ -293,18 +293,18 @@ def test_batch_stream_halves_its_slices_when_memory_runs_out(monkeypatch, execut
         launch={**GRAPH, "execution": execution},
         working_set_bytes=config.linear_bytes() // 3,
     )
-    one = batch_stream._Stream._one
+    one = Slices._one
 
     def limited(self, out, x, mask):
         if len(x) > 5:
             raise torch.OutOfMemoryError("CUDA out of memory")
         one(self, out, x, mask)
 
-    monkeypatch.setattr(batch_stream._Stream, "_one", limited)
+    monkeypatch.setattr(Slices, "_one", limited)
     x, mask = make_inputs(config, 1, "cuda", 0.5)
     assert_accepted(model(x, mask), reference(x, mask))
     assert any("ran out of memory" in note for note in model.last_decision.notes)
-    assert slice_samples(model.last_decision.contract) > 5
+    assert working_set_samples(model.last_decision.contract) > 5
 
 
 def test_attention_never_takes_the_quadratic_path():
