@@ -13,7 +13,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -80,9 +79,13 @@ def compare(
     result = Comparison(tolerance)
     truths = {leaf.path: leaf for leaf in leaves(truth)} if truth is not None else {}
     with torch.no_grad():
-        for c, r in zip_longest(leaves(candidate), leaves(reference)):
-            one = _compare_leaf(c, r, tolerance, chunk_elements, seed, truths)
-            result = result.merge(one)
+        unmatched = {leaf.path: leaf for leaf in leaves(candidate)}
+        for r in leaves(reference):
+            c = unmatched.pop(r.path, None)
+            result = result.merge(_compare_leaf(c, r, tolerance, chunk_elements, seed, truths))
+        for path in unmatched:
+            text = f"structure: candidate has {path}, reference has nothing there"
+            result = result.merge(_mismatch(tolerance, text))
     if seed is not None and (result.failed or result.mismatches):
         result = replace(result, failed_seeds=(seed,))
     return result
@@ -233,8 +236,10 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 def _squared_error(output: object, truth: object) -> tuple[float, int]:
     total, count = 0.0, 0
-    for mine, theirs in zip(leaves(output), leaves(truth), strict=True):
-        a, b = as_tensor(mine, "output"), as_tensor(theirs, "float64 evaluation")
+    truths = {leaf.path: leaf for leaf in leaves(truth)}
+    for leaf in leaves(output):
+        a = as_tensor(leaf, "output")
+        b = as_tensor(truths[leaf.path], "float64 evaluation")
         if a is None or b is None or is_exact(a.dtype):
             continue
         squares, elements = squared_error(a, b)
@@ -250,17 +255,16 @@ def _mismatch(tolerance: Tolerance, text: str, elements: int = 1) -> Comparison:
 
 def _compare_leaf(
     candidate: Leaf | None,
-    reference: Leaf | None,
+    reference: Leaf,
     tolerance: Tolerance,
     chunk: int | None,
     seed: int | None,
     truths: dict[str, Leaf],
 ) -> Comparison:
-    """One pair of leaves; None where the other arm's output has no such leaf."""
-    if candidate is None or reference is None or candidate.path != reference.path:
-        mine, theirs = (leaf.path if leaf else "nothing" for leaf in (candidate, reference))
-        return _mismatch(tolerance, f"structure: candidate has {mine} where reference has {theirs}")
+    """One leaf of the reference and the candidate's leaf at the same path, if there is one."""
     path = reference.path
+    if candidate is None:
+        return _mismatch(tolerance, f"structure: candidate has nothing where reference has {path}")
     c, r = as_tensor(candidate, "candidate"), as_tensor(reference, "reference")
     if c is None or r is None:
         if (c is None) != (r is None) or candidate.value != reference.value:

@@ -142,7 +142,7 @@ class Comparer:
             rows.append(self._exact_row(c, r) if is_exact(c.dtype) else self._row(c, r)[0])
             offsets.append(offset)
         table = torch.stack(rows).cpu()
-        failed, unfinished, max_abs, budget, squares = table.unbind(1)
+        failed, unfinished, max_abs, budget, norms = table.unbind(1)
         chunk = int(budget.argmax())
         stats = LeafStatistics(
             total=total,
@@ -150,7 +150,7 @@ class Comparer:
             compared=total - int(unfinished.sum()),
             max_abs=float(max_abs.max()),
             budget_used=max(0.0, float(budget.max())),
-            squared_error=float(squares.sum()),
+            squared_error=float(norms.square().sum()),
         )
         if stats.compared:
             stats.worst = offsets[chunk] + self._position_of_worst(chunk)
@@ -169,7 +169,7 @@ class Comparer:
     def _row(
         self, c: torch.Tensor, r: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(failed, not finite, max d, max budget, sum of d squared), budgets, finite flags.
+        """(failed, not finite, max d, max budget, norm of d), budgets, finite flags.
 
         ``d`` is not finite when either arm is not, or when it overflows float64; the second pass
         tells them apart.
@@ -184,8 +184,7 @@ class Comparer:
         if self.atol == 0:
             budget.masked_fill_(d == 0, 0.0)  # 0 / 0: an exact zero uses no budget
         budget.masked_fill_(~finite, -1.0)
-        flat = d.reshape(-1)
-        row = (failed, (~finite).sum(), d.amax(), budget.amax(), torch.dot(flat, flat))
+        row = (failed, (~finite).sum(), d.amax(), budget.amax(), torch.linalg.vector_norm(d))
         return torch.stack([value.to(torch.float64) for value in row]), budget, finite
 
     @staticmethod
@@ -196,7 +195,13 @@ class Comparer:
         d = (c.to(torch.float64) - r.to(torch.float64)).abs().clamp_min_(1.0)
         d = d.masked_fill_(~unequal, 0.0)
         budget = torch.where(unequal.any(), math.inf, 0.0)
-        row = (unequal.sum(), torch.zeros_like(budget), d.amax(), budget, (d * d).sum())
+        row = (
+            unequal.sum(),
+            torch.zeros_like(budget),
+            d.amax(),
+            budget,
+            torch.linalg.vector_norm(d),
+        )
         return torch.stack([value.to(torch.float64) for value in row])
 
     def _chunk_at(self, wanted: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,9 +268,9 @@ def squared_error(
     for _, index in blocks(tuple(reference.shape), chunk or default_chunk(reference)):
         d = (_wide(candidate[index]) - _wide(reference[index]).to(candidate.device)).abs()
         finite = torch.isfinite(d)
-        flat = d.masked_fill_(~finite, 0.0).reshape(-1)
-        rows.append(torch.stack([torch.dot(flat, flat), finite.sum().to(torch.float64)]))
+        norm = torch.linalg.vector_norm(d.masked_fill_(~finite, 0.0))
+        rows.append(torch.stack([norm, finite.sum().to(torch.float64)]))
     if not rows:
         return 0.0, 0
     table = torch.stack(rows).cpu()
-    return float(table[:, 0].sum()), int(table[:, 1].sum())
+    return float(table[:, 0].square().sum()), int(table[:, 1].sum())

@@ -55,9 +55,6 @@ class PoisonedAllocations(TorchDispatchMode):
     runs its eager form meanwhile (Dynamo steps aside under a dispatch mode).
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _EMPTY_OPS and result.device.type != "meta":

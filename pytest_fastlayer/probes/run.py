@@ -214,7 +214,7 @@ class _Run:
     def unwritten_output(self) -> None:
         """Every allocation, and all freed memory, holds NaN: what is returned must be written."""
         poison_free_memory(self.want)
-        with PoisonedAllocations():
+        with PoisonedAllocations():  # type: ignore[no-untyped-call]  # torch's own __init__
             output = self.call("poisoned memory", self.want)
         wrong = self.failing(output, self.want)
         self.record(
