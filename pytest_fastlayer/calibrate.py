@@ -73,7 +73,8 @@ def drift(rng: Generator, shape: Shape, total: float = 0.175) -> Array:
 
 def between(rng: Generator, shape: Shape, total: float = 0.175) -> Array:
     """Both sessions are steady, the run's day is slower by ``total``."""
-    return white(rng, shape) * np.array([[1.0], [1 + total]])
+    days: Array = np.array([[1.0], [1 + total]])
+    return white(rng, shape) * days
 
 
 def steps(rng: Generator, shape: Shape, factor: float = 2.17, most: int = 3) -> Array:
@@ -335,7 +336,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
     if options.gates < 1:
         parser.error(f"--gates is {options.gates}: expected at least 1")
     rows = []
-    for stream in (*STREAMS, *map(load_recorded, options.recorded)):
+    recordings = [load_recorded(path, quads) for path in options.recorded for quads in (50, 4)]
+    for stream in (*STREAMS, *recordings):
         print(f"{stream.name}, {stream.quads} quads ...", file=sys.stderr, flush=True)
         rows.append(calibrate(stream, options.gates, options.seed))
     text = table(rows, options.gates, options.seed)

@@ -68,6 +68,20 @@ POWER = 0.8  #: chance of detection that defines the minimum detectable effect
 DRIFT_WARNING = 0.1  #: first against last quarter of the reference's blocks
 
 
+#: Largest logarithm that is turned back into a ratio. An interval of two wildly different quads
+#: may reach beyond what a float holds; its end is then this far out, and finite.
+LOG_LIMIT = 700.0
+
+
+def _exp(logarithm: float) -> float:
+    return float(np.exp(np.clip(logarithm, -LOG_LIMIT, LOG_LIMIT)))
+
+
+def _fraction(logarithm: float) -> float:
+    """A logarithm as the fraction above 1: 0.0953 -> 0.1."""
+    return float(np.expm1(np.clip(logarithm, -LOG_LIMIT, LOG_LIMIT)))
+
+
 def _level(confidence: float, extensions: int) -> float:
     """Confidence of an interval after so many extensions; see the module's docstring."""
     return 1 - (1 - confidence) / (1 + extensions)
@@ -118,8 +132,8 @@ def noise_floor(
     )
     disagreement = float(np.quantile(usable.disagreements, DISAGREEMENT_QUANTILE))
     return records.NoiseFloor(
-        within_quad=float(np.expm1(disagreement)),
-        control=float(np.expm1(abs(np.log(control.speedup)))) if control else 0.0,
+        within_quad=_fraction(disagreement),
+        control=_fraction(abs(np.log(control.speedup))) if control else 0.0,
         resolution=sum(samples.resolution_s / block for block in blocks),
         min_effect=min_effect,
     )
@@ -133,8 +147,8 @@ def summarize_control(
     low, high = interval(quads, seed=seed)
     return records.Control(
         arm=arm,
-        speedup=float(np.exp(np.median(quads))),
-        ci=(float(np.exp(low)), float(np.exp(high))),
+        speedup=_exp(np.median(quads)),
+        ci=(_exp(low), _exp(high)),
         pairs=2 * len(quads),
     )
 
@@ -180,8 +194,8 @@ def summarize(
         method=method,
         reference_s=float(np.median(usable.reference_s)),
         candidate_s=float(np.median(usable.candidate_s)),
-        speedup=float(np.exp(np.median(quads))),
-        ci=(float(np.exp(low)), float(np.exp(high))),
+        speedup=_exp(np.median(quads)),
+        ci=(_exp(low), _exp(high)),
         noise_floor=floor.value,
         floor_sources=floor,
         aa=control_record,
@@ -273,7 +287,7 @@ def combined_floor(timing: records.Timing, baseline: records.Timing) -> float:
     Each floor bounds the error of its own session, and the sessions err independently. In the
     logarithm, so that exchanging the two changes nothing.
     """
-    return float(np.expm1(np.hypot(np.log1p(timing.noise_floor), np.log1p(baseline.noise_floor))))
+    return _fraction(np.hypot(np.log1p(timing.noise_floor), np.log1p(baseline.noise_floor)))
 
 
 def compare_ratio(
@@ -304,10 +318,10 @@ def compare_ratio(
     return records.Comparison(
         baseline=baseline_path,
         provenance=provenance,
-        ratio=float(np.exp(log_ratio)),
+        ratio=_exp(log_ratio),
         ci=(
-            float(np.exp(log_ratio - stats.t.ppf(tail, down_freedom) * down)),
-            float(np.exp(log_ratio + stats.t.ppf(tail, up_freedom) * up)),
+            _exp(log_ratio - stats.t.ppf(tail, down_freedom) * down),
+            _exp(log_ratio + stats.t.ppf(tail, up_freedom) * up),
         ),
         threshold=threshold,
         p_value=p_value,
@@ -329,7 +343,7 @@ def minimum_detectable_effect(
     error, freedom = _combine(scale.up, scale.freedom, scale.down, scale.freedom)
     quantiles = float(stats.t.ppf((1 + confidence) / 2, freedom) + stats.t.ppf(power, freedom))
     floor = float(np.log1p(combined_floor(timing, timing)))
-    return float(np.expm1(floor + quantiles * error))
+    return _fraction(floor + quantiles * error)
 
 
 def holm(p_values: Sequence[float], alpha: float) -> list[bool]:
