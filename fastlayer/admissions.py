@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from fastlayer.contract import Precision, RuntimeContract
 from fastlayer.errors import AdmissionError
@@ -89,8 +90,10 @@ class Admissions:
                 "admissions again with this version of fastlayer."
             )
         found = cls(
-            admitted=tuple(Admission(**_row(row)) for row in _rows(data, "admitted")),
-            refused=tuple(Refusal(**_row(row)) for row in _rows(data, "refused")),
+            admitted=tuple(
+                Admission(**_choice(row, "evidence")) for row in _rows(data, "admitted")
+            ),
+            refused=tuple(Refusal(**_choice(row, "reason")) for row in _rows(data, "refused")),
         )
         keys = [(row.device, row.precision, row.case) for row in found.admitted]
         for key in keys:
@@ -172,14 +175,23 @@ def _rows(data: Mapping[str, object], name: str) -> list[Mapping[str, object]]:
     return rows
 
 
-def _row(row: Mapping[str, object]) -> dict[str, object]:
-    precision = row["precision"]
-    if not isinstance(precision, Mapping):
+def _choice(row: Mapping[str, object], last: str) -> dict[str, Any]:
+    """The fields of one row, checked, with ``last`` as its closing text field."""
+    precision, case, launch = row["precision"], row["case"], row["launch"]
+    expected = {"device", "precision", "case", "route", "launch", last}
+    if row.keys() != expected:
         raise AdmissionError(
-            f"precision: given {precision!r}; expected an object with "
-            '"float32_matmul_precision" and "allow_tf32".'
+            f"row: given the fields {sorted(row)}; expected {sorted(expected)}. Correct the row."
         )
-    return {**row, "precision": Precision(**precision)}
+    if not isinstance(precision, Mapping) or not isinstance(launch, Mapping):
+        raise AdmissionError(
+            f"precision, launch: given {precision!r} and {launch!r}; expected two objects, the "
+            'first with "float32_matmul_precision" and "allow_tf32". Correct the row.'
+        )
+    if not isinstance(case, int):
+        raise AdmissionError(f"case: given {case!r}; expected an integer. Correct the row.")
+    texts = {name: str(row[name]) for name in ("device", "route", last)}
+    return {**texts, "precision": Precision(**precision), "case": case, "launch": dict(launch)}
 
 
 def _order(row: Mapping[str, object]) -> tuple[str, str, int, str, str]:

@@ -86,8 +86,8 @@ def _cpu_name() -> str:
         lines = []
     for line in lines:
         key, _, value = line.partition(":")
-        if key.strip() == "model name" and value.strip():
-            return value.strip()
+        if key.strip() in ("model name", "Model", "cpu model") and value.strip():
+            return " ".join(value.split())
     return platform.processor() or platform.machine() or "cpu"
 
 

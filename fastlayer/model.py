@@ -139,7 +139,8 @@ class FastTransformer(ReferenceTransformer):
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
                 return self._outside_the_trace(x, valid_token_mask)
-            return _forward_op(x, valid_token_mask, self._handle)
+            traced: torch.Tensor = _forward_op(x, valid_token_mask, self._handle)
+            return traced
         return self._call(x, valid_token_mask, compiling=False)
 
     def explain(self, x: torch.Tensor, valid_token_mask: torch.Tensor | None = None) -> str:
@@ -165,7 +166,9 @@ class FastTransformer(ReferenceTransformer):
         Dynamo skips this frame by the attribute set below; decorating with
         ``torch.compiler.disable`` instead would import Dynamo, and Triton with it, at import.
         """
-        return torch.compiler.disable(self._call)(x, valid_token_mask, compiling=True)
+        call = torch.compiler.disable(self._call)
+        result: torch.Tensor = call(x, valid_token_mask, compiling=True)
+        return result
 
     _outside_the_trace._torchdynamo_disable = True  # type: ignore[attr-defined]
 
