@@ -26,6 +26,7 @@ class Launch:
         keys: keys of one attention block (wavefront, layers).
         qkv_chunk, chunk: columns of Q, K, V, and of the hidden layer, computed at once.
         split: parts into which strips cut the keys of a head.
+        early: strips ask for weights a stage before their use, at the price of registers.
         by_tile: a wavefront's programs are ordered by tile before sequence.
         warps, stages, max_registers: compiler options.
         exact_gelu: GELU by erf rather than by the fit.
@@ -37,6 +38,7 @@ class Launch:
     qkv_chunk: int = 128
     chunk: int = 64
     split: int = 1
+    early: bool = True
     by_tile: bool = False
     warps: int = 4
     stages: int = 3
@@ -68,7 +70,7 @@ class Launch:
             reasons.append("a tile would wait on later tiles: not causal")
         if self.form == "strips":
             if sizes.heads_per_group > 1:
-                reasons.append("strips take heads of at least sixteen columns")
+                reasons.append("strips take sizes whose narrowest head is sixteen columns")
             if min(sizes.width, sizes.hidden, sizes.heads_width) < 32:
                 reasons.append("strips take widths of at least 32 columns")
             if sizes.hidden & (sizes.hidden - 1):

@@ -7,11 +7,12 @@ Importing this module imports triton.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fastlayer.config import TransformerConfig
 from fastlayer.kernels.knobs import Launch
 from fastlayer.kernels.packing import FusedWeights
 from fastlayer.kernels.single import single_kernel
@@ -50,6 +51,20 @@ class Workspace:
 
     def reset(self) -> None:
         self.flags.zero_()
+
+
+def sizes_for(launch: Launch, config: TransformerConfig) -> FusedSizes:
+    """``config`` as ``launch`` sees it: strips pad narrow heads that the other forms pair."""
+    return FusedSizes(
+        batch=config.batch_size,
+        tokens=config.seq_len,
+        d_model=config.d_model,
+        num_heads=config.num_heads,
+        ffn_dim=config.ffn_dim,
+        num_layers=config.num_layers,
+        causal=config.causal,
+        narrowest_head=16 if launch.form == "strips" else 8,
+    )
 
 
 def new_workspace(launch: Launch, sizes: FusedSizes, device: torch.device | str) -> Workspace:
@@ -197,6 +212,7 @@ def _strips(launch, sizes, packed, workspace, x, out, lengths):  # type: ignore[
         "KEYS": power_of_two(strips * launch.rows),
         "SPLIT": launch.split,
         "WARPS": launch.warps,
+        "EARLY": launch.early,
     }
     tensors = (x, out, *packed.tensors, lengths, workspace.keys, workspace.flags)
     scalars = (sizes.batch, sizes.tokens, strips)

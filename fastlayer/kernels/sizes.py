@@ -20,7 +20,8 @@ class FusedSizes:
     Activations are padded to ``width`` columns, heads to groups of ``group_width`` columns, and the
     hidden layer to ``hidden`` columns; the padding carries zero weights, so it never changes a
     result. Two heads of eight share a group: a contraction is at least sixteen wide, and each head
-    of a pair takes its own half of it by masking the query.
+    of a pair takes its own half of it by masking the query. With a ``narrowest_head`` of sixteen,
+    heads are padded instead of paired.
     """
 
     batch: int
@@ -30,6 +31,7 @@ class FusedSizes:
     ffn_dim: int
     num_layers: int
     causal: bool
+    narrowest_head: int = 8
 
     @property
     def head_dim(self) -> int:
@@ -42,8 +44,8 @@ class FusedSizes:
 
     @property
     def padded_head(self) -> int:
-        """Columns of one head: a power of two, at least eight."""
-        return max(8, power_of_two(self.head_dim))
+        """Columns of one head: a power of two, at least ``narrowest_head``."""
+        return max(self.narrowest_head, power_of_two(self.head_dim))
 
     @property
     def heads_per_group(self) -> int:

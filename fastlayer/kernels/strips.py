@@ -53,7 +53,7 @@ def strips_kernel(
     D: tl.constexpr, W: tl.constexpr, H: tl.constexpr, HEAD: tl.constexpr, F: tl.constexpr,
     LAYERS: tl.constexpr, LENGTHS: tl.constexpr, STRIPS: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr, MAXIMUM: tl.constexpr,
-    EXACT_GELU: tl.constexpr,
+    EXACT_GELU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """See the module. ``H`` heads of ``HEAD`` columns, both powers of two; ``KEYS >= tokens``."""
     G: tl.constexpr = H * HEAD
@@ -97,19 +97,29 @@ def strips_kernel(
 
     layers = tl.where(strip * ROWS < length, LAYERS, 0)
     served = True
-    # Weights are asked for one or two stages before their use; these two live across the loop.
-    kv_flat = tl.load(wkv_ptr + tl.arange(0, 2 * W * G))
+    wide = tl.arange(0, 2 * W * G)
+    square = tl.arange(0, W * G)
+    oblong = tl.arange(0, W * F)
+    # With EARLY, weights are asked for a stage or two before their use, at the price of registers.
+    if EARLY:
+        kv_flat = tl.load(wkv_ptr + wide)
     for layer in tl.range(0, layers, num_stages=1):
         bias = bias_ptr + layer * (G + 2 * W + F)
         here = keys + layer * stride
-        wq_flat = tl.load(wq_ptr + layer * (W * G) + tl.arange(0, W * G))
+        if EARLY:
+            wq_flat = tl.load(wq_ptr + layer * (W * G) + square)
+        else:
+            kv_flat = tl.load(wkv_ptr + layer * (2 * W * G) + wide)
         bq = tl.load(bias + columns)
         bo = tl.load(bias + G + cols)
         b1 = tl.load(bias + G + W + hidden)
         b2 = tl.load(bias + G + W + F + cols)
         h = normalise(x, D).to(tl.float16)
         kv = tl.dot(h, _fragment(kv_flat, W, 2 * G, WARPS)).to(tl.float16)
-        wo_flat = tl.load(wo_ptr + layer * (W * G) + tl.arange(0, W * G))
+        if EARLY:
+            wo_flat = tl.load(wo_ptr + layer * (W * G) + square)
+        else:
+            wq_flat = tl.load(wq_ptr + layer * (W * G) + square)
         tl.store(here + own, kv)
         publish(flags + strip, start + layer + 1)
 
@@ -119,7 +129,8 @@ def strips_kernel(
             q = tl.reshape(
                 tl.broadcast_to(q[:, None, :, :], [H, SPLIT, ROWS, HEAD]), [ITEMS, ROWS, HEAD]
             )
-        w1_flat = tl.load(w1_ptr + layer * (W * F) + tl.arange(0, W * F))
+        if EARLY:
+            w1_flat = tl.load(w1_ptr + layer * (W * F) + oblong)
         served &= await_tiles(flags + slots, slots < strip, start + layer + 1)
         k = tl.load(
             here + k_offsets, mask=reachable[:, None, :], other=0.0, cache_modifier=".cg"
@@ -136,7 +147,10 @@ def strips_kernel(
             p = tl.exp2(s)
         total = tl.sum(p, axis=2)
         o = tl.dot(p.to(tl.float16), v)
-        w2_flat = tl.load(w2_ptr + layer * (W * F) + tl.arange(0, W * F))
+        if EARLY:
+            w2_flat = tl.load(w2_ptr + layer * (W * F) + oblong)
+        else:
+            wo_flat = tl.load(wo_ptr + layer * (W * G) + square)
         if SPLIT > 1:
             total = tl.reshape(total, [H, SPLIT, ROWS])
             o = tl.reshape(o, [H, SPLIT, ROWS, HEAD])
@@ -151,10 +165,15 @@ def strips_kernel(
         o = tl.reshape(tl.permute(o, (1, 0, 2)), [ROWS, G])
         x = tl.dot(o, _fragment(wo_flat, G, W, WARPS), x + bo[None, :])
 
-        following = tl.minimum(layer + 1, LAYERS - 1)
-        kv_flat = tl.load(wkv_ptr + following * (2 * W * G) + tl.arange(0, 2 * W * G))
+        if EARLY:
+            following = tl.minimum(layer + 1, LAYERS - 1)
+            kv_flat = tl.load(wkv_ptr + following * (2 * W * G) + wide)
+        else:
+            w1_flat = tl.load(w1_ptr + layer * (W * F) + oblong)
         h = normalise(x, D).to(tl.float16)
         g = gelu(tl.dot(h, _fragment(w1_flat, W, F, WARPS)) + b1[None, :], EXACT_GELU)
+        if not EARLY:
+            w2_flat = tl.load(w2_ptr + layer * (W * F) + oblong)
         x = tl.dot(g.to(tl.float16), _fragment(w2_flat, F, W, WARPS), x + b2[None, :])
     if layers == 0:
         publish(flags + strip, start + LAYERS)

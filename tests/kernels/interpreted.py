@@ -1,0 +1,105 @@
+"""Runs every kernel form in Triton's interpreter on reduced shapes and prints one JSON line a check.
+
+A process of its own: whether a kernel is interpreted is decided when its module is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, replace
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from fastlayer import ReferenceTransformer, TransformerConfig
+from fastlayer.kernels.knobs import Launch
+from fastlayer.kernels.launch import new_workspace, operands, sizes_for, steps
+from fastlayer.kernels.packing import pack
+
+ATOL, RTOL = 0.002, 0.02
+
+
+@dataclass(frozen=True)
+class Check:
+    """One model, one launch, one mask. ``maximum`` False runs the softmax without its maximum."""
+
+    config: TransformerConfig
+    launch: Launch
+    padded: bool = False
+    maximum: bool = True
+
+
+def _model(b: int, n: int, d: int, h: int, f: int, causal: bool = True) -> TransformerConfig:
+    return TransformerConfig(b, n, d, h, f, 2, causal)
+
+
+_SINGLE = Launch("single", rows=64)
+_TILES = Launch("wavefront", rows=32, keys=64, qkv_chunk=32, chunk=32)
+_LAYERS = replace(_TILES, form="layers")
+_STRIPS = Launch("strips", rows=16, split=2, warps=4)
+
+#: The regimes of the disclosed shapes, reduced: heads of 8, 16, 32 and 64 columns, one head, tiles
+#: that a sequence fills and that it does not, several sequences a tile, keys in one and more blocks.
+CHECKS: dict[str, Check] = {
+    "single": Check(_model(2, 64, 32, 2, 32), _SINGLE),
+    "single, packed, heads of 8": Check(_model(5, 17, 32, 4, 32), _SINGLE, padded=True),
+    "single, d=96, three heads, full": Check(_model(3, 17, 96, 3, 192, False), _SINGLE, padded=True),
+    "single, one token": Check(_model(3, 1, 16, 1, 16), _SINGLE),
+    "single, no maximum": Check(_model(2, 32, 32, 2, 32), _SINGLE, maximum=False),
+    "single, erf": Check(_model(2, 32, 32, 2, 48), replace(_SINGLE, exact_gelu=True)),
+    "wavefront": Check(_model(2, 64, 32, 4, 32), _TILES),
+    "wavefront, ragged, one head": Check(_model(2, 150, 64, 1, 32), _TILES, padded=True),
+    "wavefront, by tile, no maximum": Check(
+        _model(3, 100, 32, 2, 32), replace(_TILES, by_tile=True), maximum=False
+    ),
+    "layers": Check(_model(2, 100, 32, 2, 32), _LAYERS),
+    "layers, full, heads of 8": Check(_model(3, 150, 32, 4, 32, False), _LAYERS, padded=True),
+    "strips": Check(_model(2, 64, 32, 4, 32), replace(_STRIPS, split=1), padded=True),
+    "strips, split keys, ragged": Check(_model(2, 37, 64, 2, 128), replace(_STRIPS, split=4, warps=8)),
+    "strips, no maximum, late weights": Check(
+        _model(3, 32, 32, 2, 32), replace(_STRIPS, early=False), padded=True, maximum=False
+    ),
+}  # fmt: skip
+
+
+def run(check: Check) -> dict[str, object]:
+    config, launch = check.config, check.launch
+    torch.manual_seed(1234)
+    model = ReferenceTransformer(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Default biases are small and norms trivial: a wrong fold would not show.
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    sizes = sizes_for(launch, config)
+    assert not launch.objections(sizes), launch.objections(sizes)
+    x = torch.randn(config.batch_size, config.seq_len, config.d_model)
+    lengths = mask = None
+    if check.padded:
+        lengths = torch.randint(0, config.seq_len + 1, (config.batch_size,), dtype=torch.int32)
+        lengths[0], lengths[-1] = 0, config.seq_len
+        mask = torch.arange(config.seq_len)[None] < lengths[:, None]
+    with torch.no_grad():
+        expected = model(x, mask)
+    if mask is not None:
+        # What lies in padding may be anything.
+        x = torch.where(mask[:, :, None], x, float("nan"))
+    weights = replace(pack(model.state_dict(), sizes), score_bounds=(99.0 if check.maximum else 0.0,))
+    packed = operands(launch, sizes, weights)
+    workspace = new_workspace(launch, sizes, "cpu")
+    out = torch.full_like(x, float("nan"))
+    # Twice: the second launch finds the flags of the first.
+    for _ in range(2):
+        out.fill_(float("nan"))
+        for step in steps(launch, sizes, packed, workspace, x, out, lengths):
+            step()
+    error = (out - expected).abs() / torch.clamp(RTOL * expected.abs(), min=ATOL)
+    return {"finite": bool(out.isfinite().all()), "budget": float(error.max()), **asdict(launch)}
+
+
+if __name__ == "__main__":
+    for name, check in CHECKS.items():
+        print(json.dumps({"name": name, **run(check)}), file=sys.stdout, flush=True)
