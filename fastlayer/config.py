@@ -116,14 +116,14 @@ class TransformerConfig:
     def dense_bytes(self, itemsize: int = 4) -> int:
         """Peak bytes of the dense path above parameters and input.
 
-        The peak lies in attention: a masked score tensor, its float32 form and the softmax's
-        result live at once (the first two are one tensor in float32), beside about six activations
-        (residual, normalised input, q, k, v, output).
+        The peak lies in attention, where two score tensors are alive at once (scaling or masking
+        one makes another; the softmax reads one and writes one, in float32, beside the scores
+        themselves where those are not), with about six activations: residual, normalised input,
+        q, k, v and output.
         """
-        copies = 3 if itemsize == 4 else 2
-        scores = copies * self.score_bytes(itemsize) + (0 if itemsize == 4 else self.score_bytes(4))
+        per_score = 2 * itemsize if itemsize == 4 else max(2 * itemsize, itemsize + 2 * 4)
         ffn = self.tokens * self.ffn_dim * itemsize
-        return scores + 6 * self.activation_bytes(itemsize) + 2 * ffn
+        return self.score_elements * per_score + 6 * self.activation_bytes(itemsize) + 2 * ffn
 
     def linear_bytes(self, itemsize: int = 4) -> int:
         """Peak bytes, above parameters and input, of a path that never holds the scores.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ class GraphCache:
     def __init__(self, limit: int = 16) -> None:
         self.limit = limit
         self._live: OrderedDict[int, GraphedCall] = OrderedDict()
-        self._pools: dict[int, tuple[int, int]] = {}
+        self._pools: dict[int, Any] = {}
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -47,7 +48,7 @@ class GraphCache:
             self._live.clear()
             self._pools.clear()
 
-    def _pool(self, stream: int) -> tuple[int, int]:
+    def _pool(self, stream: int) -> Any:
         if stream not in self._pools:
             self._pools[stream] = torch.cuda.graph_pool_handle()
         return self._pools[stream]
@@ -113,9 +114,7 @@ class GraphedCall:
 class _Captured:
     """One captured graph with its input buffers and its output."""
 
-    def __init__(
-        self, body: Body, x: torch.Tensor, mask: torch.Tensor | None, pool: tuple[int, int]
-    ) -> None:
+    def __init__(self, body: Body, x: torch.Tensor, mask: torch.Tensor | None, pool: Any) -> None:
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(x.device):
             self._x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             self._x.copy_(x)
