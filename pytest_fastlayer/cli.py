@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
         return command(arguments)
-    except (BaselineError, OSError, ValueError) as error:
+    except (BaselineError, OSError, ValueError, ImportError) as error:
         print(f"fastlayer-gate: error: {error}", file=sys.stderr)
         return USAGE
 

@@ -1,0 +1,358 @@
+"""One self-contained HTML page of one or several records.
+
+Jinja2 escapes every value; the page's content security policy forbids every request and every
+script but its own sorter, so that even a mistake here could not fetch or run anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from pytest_fastlayer.records import Arm, CaseRecord, RunRecord
+from pytest_fastlayer.report import explain, terminal, text
+from pytest_fastlayer.report import table as tables
+from pytest_fastlayer.report.table import Line, Mood, Table
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+#: Plots and traces are drawn for so many cases; the table and the details hold all.
+MAX_PLOTTED = 100
+
+
+class ReportDependencyError(ImportError):
+    """jinja2 or matplotlib is not installed."""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A drawing, what it shows, and the keys of its colours (CSS variable, meaning)."""
+
+    title: str
+    note: str
+    svg: Markup
+    keys: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Detail:
+    """One case in full."""
+
+    anchor: str
+    label: str
+    verdict: str
+    mood: Mood
+    sentences: list[str]
+    trace: Markup | None
+    facts: dict[str, str]
+    objections: dict[str, list[str]]
+    arms: list[tuple[str, ...]]
+    probes: list[tuple[str, bool, str]]
+
+
+@dataclass(frozen=True)
+class Past:
+    """One case over several records: its sparkline and the speedup in each."""
+
+    label: str
+    line: Markup
+    speedups: list[str]
+
+
+@dataclass(frozen=True)
+class Section:
+    """The records of one device: the newest in full, all of them as history."""
+
+    anchor: str
+    heading: str
+    created: str
+    published: bool
+    mean: str
+    lines: list[Line]
+    table: Table
+    details: list[Detail]
+    plots: list[Plot]
+    environment: dict[str, str]
+    dates: list[str] = field(default_factory=list)
+    history: list[Past] = field(default_factory=list)
+
+
+def render(records: Sequence[RunRecord]) -> str:
+    """The page, as a string that needs nothing else.
+
+    Records of one device form a section; its newest (by ``created``) is shown in full and all of
+    them as history.
+
+    Raises:
+        ReportDependencyError: jinja2 or matplotlib is missing; says how to install them.
+        ValueError: no record was given.
+    """
+    if not records:
+        raise ValueError("a report needs at least one record")
+    try:
+        import jinja2
+        import matplotlib as _  # noqa: F401
+    except ImportError as error:
+        raise ReportDependencyError(
+            f"HTML reports need jinja2 and matplotlib ({error}): "
+            "pip install 'pytest-fastlayer[report]'"
+        ) from error
+    folder = resources.files("pytest_fastlayer.report") / "templates"
+    sources = {entry.name: entry.read_text(encoding="utf-8") for entry in folder.iterdir()}
+    environment = jinja2.Environment(
+        loader=jinja2.DictLoader(sources),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_finalize,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    script = sources["report.js"]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return environment.get_template("report.html").render(
+        sections=[_section(i, group) for i, group in enumerate(_by_device(records))],
+        style=_markup(sources["report.css"]),
+        script=_markup(script),
+        script_digest=digest,
+        legend=tables.LEGEND,
+    )
+
+
+def _finalize(value: Any) -> Any:
+    """Foreign text loses control characters; markup made here passes as it is."""
+    return text.plain(value, 4000) if type(value) is str else value
+
+
+def _markup(source: str) -> Markup:
+    from markupsafe import Markup
+
+    return Markup(source)  # only ever this package's own files and matplotlib's drawings
+
+
+def _by_device(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
+    """Records grouped by device in order of appearance, each group from oldest to newest."""
+    groups: list[list[RunRecord]] = []
+    for record in records:
+        group = next((g for g in groups if g[0].device.matches(record.device)), None)
+        if group is None:
+            groups.append(group := [])
+        group.append(record)
+    return [sorted(group, key=lambda record: record.created) for group in groups]
+
+
+def _section(number: int, records: list[RunRecord]) -> Section:
+    run = records[-1]
+    mean = tables.geometric_mean(run.cases)
+    several = len(records) > 1
+    return Section(
+        anchor=f"s{number}",
+        heading=terminal.heading(run),
+        created=run.created,
+        published=run.provenance == "published",
+        mean="-" if mean is None else f"{mean[0]:.2f}x",
+        lines=[*tables.summary(run), *tables.explanations(run)],
+        table=tables.build(run),
+        details=[
+            _detail(f"s{number}c{i}", name, case, plotted=i < MAX_PLOTTED)
+            for i, (name, case) in enumerate(run.cases.items())
+        ],
+        plots=_plots(run),
+        environment=_environment(run),
+        dates=[_when(record) for record in records] if several else [],
+        history=_history(records) if several else [],
+    )
+
+
+def _when(record: RunRecord) -> str:
+    commit = f" {text.plain(record.commit, 12)}" if record.commit else ""
+    return f"{record.created[:16].replace('T', ' ')}{commit}"
+
+
+def _environment(run: RunRecord) -> dict[str, str]:
+    data: dict[str, Any] = run.device.model_dump() | run.software.model_dump()
+    if run.settings is not None:
+        data |= run.settings.model_dump()
+    data |= {"commit": run.commit, "schema_version": run.schema_version}
+    return {name: _value(value) for name, value in data.items() if value is not None}
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return ".".join(map(str, value)) if len(value) == 2 else ", ".join(map(str, value))
+    return str(value)
+
+
+# --------------------------------------------------------------------------------------------------
+# Plots
+
+
+def _plots(run: RunRecord) -> list[Plot]:
+    from pytest_fastlayer.report import plots
+
+    cases = dict(list(run.cases.items())[:MAX_PLOTTED])
+    bad = {name for name, case in cases.items() if tables.mood(case.verdict) == "bad"}
+    timed = {name: case.timing for name, case in cases.items() if case.timing is not None}
+    unit, scale = tables.time_unit(run)
+    figure = ("--candidate", "figure and interval")
+    red = ("--bad", "red verdict")
+    both = (("--reference", "reference"), ("--candidate", "candidate"))
+    drawn = []
+
+    def add(title: str, note: str, svg: str, *keys: tuple[str, str]) -> None:
+        drawn.append(Plot(title, note, _markup(svg), keys))
+
+    if timed:
+        rows = [
+            plots.Interval(
+                n, t.speedup, *(t.ci or (t.speedup,) * 2), (1, 1 + t.noise_floor), n in bad
+            )
+            for n, t in timed.items()
+        ]
+        add(
+            "Speedup over the reference",
+            "A figure counts where its interval lies right of the noise floor.",
+            plots.intervals(rows, "reference time / candidate time"),
+            figure,
+            ("--band", "1 to 1 + noise floor"),
+            red,
+        )
+        arms = [
+            plots.Two(n, t.reference_s / scale, t.candidate_s / scale) for n, t in timed.items()
+        ]
+        add("Latency", "", plots.pairs(arms, f"time per forward ({unit}, logarithmic)"), *both)
+    changes = {n: c.comparison for n, c in cases.items() if c.comparison is not None}
+    if changes:
+        rows = [
+            plots.Interval(
+                n,
+                c.ratio,
+                *(c.ci or (c.ratio,) * 2),
+                (1 / (1 + c.threshold), 1 + c.threshold),
+                n in bad,
+            )
+            for n, c in changes.items()
+        ]
+        add(
+            "Against the baseline",
+            "Left of 1 is slower; within the band a change cannot be told from noise.",
+            plots.intervals(rows, "speedup now / speedup stored"),
+            figure,
+            ("--band", "combined noise floors"),
+            red,
+        )
+    used = [
+        (n, b) for n, c in cases.items() if c.accuracy and (b := c.accuracy.budget_used) is not None
+    ]
+    if used:
+        add(
+            "Accuracy budget used by the worst element",
+            "1 is the tolerance: a pass at 0.99 is not a pass at 0.4.",
+            plots.shares(used, "share of the tolerance"),
+        )
+    peaks = [
+        plots.Two(n, c.peak_mib.reference, c.peak_mib.candidate)
+        for n, c in cases.items()
+        if c.peak_mib and (c.peak_mib.reference or c.peak_mib.candidate)
+    ]
+    if peaks:
+        add("Peak memory", "", plots.pairs(peaks, "MiB above the start (logarithmic)"), *both)
+    controls = [
+        plots.Interval(n, *_control(t.aa.speedup, t.aa.ci), (-f, f), False)
+        for n, t in timed.items()
+        if t.aa is not None and (f := 100 * t.noise_floor) is not None
+    ]
+    if controls:
+        add(
+            "A/A control: one arm against itself",
+            "What is left here is the method's own error; the floor must cover it.",
+            plots.intervals(controls, "deviation from 1 (%)", log=False),
+            figure,
+            ("--band", "noise floor"),
+        )
+    return drawn
+
+
+def _control(speedup: float, ci: tuple[float, float] | None) -> tuple[float, float, float]:
+    """Value, low and high of an A/A control, in percent from one."""
+    low, high = ci or (speedup, speedup)
+    return 100 * (speedup - 1), 100 * (low - 1), 100 * (high - 1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Cases and history
+
+
+def _detail(anchor: str, name: str, case: CaseRecord, *, plotted: bool) -> Detail:
+    drawing = None
+    if plotted and case.timing is not None and case.timing.log_ratios:
+        from pytest_fastlayer.report import plots
+
+        drawing = _markup(plots.trace(case.timing.log_ratios, case.timing.speedup, case.timing.ci))
+    facts: dict[str, Any] = {
+        "test": case.nodeid,
+        "route": case.route,
+        "launch": _mapping(case.launch),
+        "workload": _mapping(case.workload),
+        "reference": case.reference_kind,
+        "reference sha256": case.reference_sha256,
+    }
+    if case.precision is not None:
+        tf32 = "on" if case.precision.allow_tf32 else "off"
+        facts["precision"] = f"{case.precision.float32_matmul_precision}, TF32 {tf32}"
+    if case.timing is not None and case.timing.clocks is not None:
+        clocks = case.timing.clocks
+        facts["SM clock"] = f"{clocks.sm_mhz_min} to {clocks.sm_mhz_max} MHz"
+        facts["throttling"] = text.listing(clocks.throttle_reasons)
+    return Detail(
+        anchor=anchor,
+        label=tables.label(name, case, 100),
+        verdict=case.verdict.value,
+        mood=tables.mood(case.verdict),
+        sentences=explain.explain(name, case)[1:],
+        trace=drawing,
+        facts={key: str(value) for key, value in facts.items() if value},
+        objections=case.objections or {},
+        arms=[_arm("rival", a) for a in case.rivals] + [_arm("variant", a) for a in case.variants],
+        probes=[(probe.name, probe.passed, probe.message) for probe in case.probes],
+    )
+
+
+def _mapping(values: Mapping[str, Any] | None) -> str:
+    return ", ".join(f"{name} {value}" for name, value in (values or {}).items())
+
+
+def _arm(kind: str, arm: Arm) -> tuple[str, ...]:
+    timing, accuracy = arm.timing, arm.accuracy
+    return (
+        kind,
+        arm.name,
+        text.speedup(timing.speedup, timing.ci) if timing else "",
+        f"{accuracy.budget_used:.2f}" if accuracy and accuracy.budget_used is not None else "",
+        arm.verdict.value,
+        arm.reason,
+    )
+
+
+def _history(records: list[RunRecord]) -> list[Past]:
+    from pytest_fastlayer.report import plots
+
+    past = []
+    for name in dict.fromkeys(name for record in records for name in record.cases):
+        cases = [record.cases.get(name) for record in records]
+        timings = [case.timing if case is not None else None for case in cases]
+        if not any(timings):
+            continue
+        newest = next(case for case in reversed(cases) if case is not None)
+        past.append(
+            Past(
+                tables.label(name, newest),
+                _markup(plots.history([t.speedup if t else None for t in timings])),
+                [text.speedup(timing.speedup) if timing else "" for timing in timings],
+            )
+        )
+    return past

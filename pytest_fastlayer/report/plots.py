@@ -1,0 +1,216 @@
+"""The report's plots: matplotlib draws them as SVG whose colours the page's style sheet decides.
+
+Every colour here is a placeholder that becomes a CSS variable, so that one drawing serves light
+and dark; text stays text. Figures are 6 inches wide, which a 400 px screen shows at nearly full
+size. All functions take plain values and return SVG markup.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from pytest_fastlayer.report import text
+
+WIDTH = 6.0
+ROW = 0.27
+#: Placeholder -> CSS variable of the style sheet.
+INK, MUTED, GRID = "#010101", "#020202", "#030303"
+REFERENCE, CANDIDATE, BAD, BAND = "#040404", "#050505", "#060606", "#070707"
+_VARIABLES = {
+    INK: "--ink",
+    MUTED: "--muted",
+    GRID: "--grid",
+    REFERENCE: "--reference",
+    CANDIDATE: "--candidate",
+    BAD: "--bad",
+    BAND: "--band",
+}
+_SETTINGS: dict[Any, Any] = {  # matplotlib's stubs want a literal for every key
+    "text.parse_math": False,  # a dollar sign in a name is not a formula
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.xmargin": 0.04,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "lines.solid_capstyle": "round",
+}
+#: Ticks of a logarithmic axis: (range as a ratio, steps within a decade).
+_STEPS = ((30, (1, 1.5, 2, 3, 5, 7)), (1e5, (1, 2, 5)), (float("inf"), (1,)))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One row of a plot: a value, its interval, and the band within which it means nothing."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+    band: tuple[float, float]
+    bad: bool = False
+
+
+@dataclass(frozen=True)
+class Two:
+    """One row of a plot: a figure of each arm, either of which may be unknown."""
+
+    name: str
+    reference: float | None
+    candidate: float | None
+
+
+def intervals(rows: Sequence[Interval], axis: str, *, log: bool = True) -> str:
+    """Dots with intervals over the band of each row; a dot outside its band means something."""
+    with _drawing(rows):
+        figure, axes = _rows([row.name for row in rows])
+        for y, row in enumerate(rows):
+            color = BAD if row.bad else CANDIDATE
+            axes.plot(row.band, (y, y), color=BAND, linewidth=9, solid_capstyle="butt", zorder=1)
+            axes.plot((row.low, row.high), (y, y), color=color, linewidth=2.2, zorder=3)
+            axes.plot([row.value], [y], "o", color=color, markersize=5.5, zorder=4)
+        neutral = 1.0 if log else 0.0
+        axes.axvline(neutral, color=MUTED, linewidth=0.9, zorder=2)
+        if log:
+            values = [v for row in rows for v in (row.low, row.high, *row.band)]
+            _log_axis(axes, values)
+        axes.set_xlabel(axis)
+        return _svg(figure, axis)
+
+
+def pairs(rows: Sequence[Two], axis: str) -> str:
+    """Reference and candidate of each row on a logarithmic axis, joined by a line."""
+    with _drawing(rows):
+        figure, axes = _rows([row.name for row in rows])
+        for y, row in enumerate(rows):
+            if row.reference and row.candidate:
+                axes.plot((row.reference, row.candidate), (y, y), color=BAND, linewidth=3, zorder=1)
+            for value, color in ((row.reference, REFERENCE), (row.candidate, CANDIDATE)):
+                if value:
+                    axes.plot([value], [y], "o", color=color, markersize=5.5, zorder=3)
+        _log_axis(axes, [v for row in rows for v in (row.reference, row.candidate) if v])
+        axes.set_xlabel(axis)
+        return _svg(figure, axis)
+
+
+def shares(rows: Sequence[tuple[str, float]], axis: str) -> str:
+    """Bars from zero with a limit at one; beyond it they are bad."""
+    with _drawing(rows):
+        figure, axes = _rows([name for name, _ in rows])
+        largest = max(1.0, *(min(value, 4.0) for _, value in rows))
+        for y, (_, value) in enumerate(rows):
+            axes.barh(y, min(value, 4.0), height=0.5, color=BAD if value > 1 else CANDIDATE)
+            axes.text(min(value, 4.0) + 0.012 * largest, y, f"{value:.2f}", va="center", fontsize=8)
+        axes.axvline(1.0, color=MUTED, linewidth=0.9)
+        axes.set_xlim(0, largest * 1.12)
+        axes.set_xlabel(axis)
+        return _svg(figure, axis)
+
+
+def trace(ratios: Sequence[float], point: float, ci: tuple[float, float] | None) -> str:
+    """The ratio of each pair in measured order, so that drift is seen; line and band as judged."""
+    with _drawing(ratios, {"axes.spines.left": True}):
+        figure = Figure(figsize=(WIDTH, 1.5))
+        axes = figure.add_axes((0.1, 0.31, 0.89, 0.65))
+        if ci is not None:
+            axes.axhspan(*ci, color=BAND, linewidth=0)
+        axes.axhline(point, color=MUTED, linewidth=0.9)
+        axes.plot(
+            range(1, len(ratios) + 1), ratios, ".-", color=CANDIDATE, linewidth=1, markersize=4
+        )
+        axes.set_xlabel("pair, in measured order")
+        axes.set_ylabel("ratio")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        return _svg(figure, "speedup of each pair in measured order")
+
+
+def history(values: Sequence[float | None]) -> str:
+    """A sparkline of one case over several records; a gap where a record has no figure."""
+    with _drawing(values):
+        figure = Figure(figsize=(1.6, 0.34))
+        axes = figure.add_axes((0.03, 0.1, 0.94, 0.8))
+        axes.plot(
+            range(len(values)),
+            [float("nan") if value is None else value for value in values],
+            ".-",
+            color=CANDIDATE,
+            linewidth=1.3,
+            markersize=5,
+        )
+        axes.set_axis_off()
+        return _svg(figure, "history of the speedup")
+
+
+def _drawing(data: object, more: dict[Any, Any] | None = None) -> AbstractContextManager[None]:
+    """matplotlib's settings; element ids follow from the data, so that output is reproducible."""
+    return matplotlib.rc_context(_SETTINGS | {"svg.hashsalt": repr(data)} | (more or {}))
+
+
+def _rows(names: Sequence[str]) -> tuple[Figure, Axes]:
+    """A figure with one labelled row a name, the first at the top."""
+    figure = Figure(figsize=(WIDTH, 0.65 + ROW * len(names)), layout="constrained")
+    axes = figure.subplots()
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_yticks(range(len(names)), [text.plain(name, 20) for name in names])
+    axes.tick_params(length=0)
+    axes.grid(axis="x")
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _log_axis(axes: Axes, values: Sequence[float]) -> None:
+    low, high = min(values), max(values)
+    axes.set_xscale("log")
+    axes.set_xlim(low / (high / low) ** 0.05 / 1.01, high * (high / low) ** 0.05 * 1.01)
+    left, right = axes.get_xlim()
+    if right / left < 4:  # less than a decade: evenly spaced figures read best
+        ticks = list(MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(left, right))
+    else:
+        steps = next(steps for limit, steps in _STEPS if right / left < limit)
+        ticks = [step * 10.0**decade for decade in range(-12, 13) for step in steps]
+    ticks = [tick for tick in ticks if left <= tick <= right]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+
+
+def _svg(figure: Figure, title: str) -> str:
+    """The figure as an ``<svg>`` element sized by the page, in the style sheet's colours."""
+    buffer = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with warnings.catch_warnings():
+        # Text is drawn by the browser; that matplotlib's font lacks a glyph does not matter.
+        warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    drawing = buffer.getvalue()
+    drawing = drawing[drawing.index("<svg") :]
+    drawing = re.sub(r"<style.*?</style>", "", drawing, count=1, flags=re.DOTALL)
+    drawing = re.sub(r' (width|height)="[\d.]+pt"', "", drawing, count=2)
+    # Only what is referred to keeps its id: clip paths and markers, named by their content.
+    drawing = re.sub(r' id="(?![pm][0-9a-f]{10}")[^"]*"', "", drawing)
+    width = figure.get_size_inches()[0] * 72
+    head = f'<svg role="img" aria-label="{title}" style="max-width: {width * 1.35:.0f}px"'
+    for placeholder, variable in _VARIABLES.items():
+        drawing = drawing.replace(placeholder, f"var({variable})")
+    return drawing.replace("<svg", head, 1)
