@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -292,7 +293,8 @@ def _detail(anchor: str, name: str, case: CaseRecord, *, plotted: bool) -> Detai
     if plotted and case.timing is not None and case.timing.log_ratios:
         from pytest_fastlayer.report import plots
 
-        drawing = _markup(plots.trace(case.timing.log_ratios, case.timing.speedup, case.timing.ci))
+        ratios = [math.exp(logarithm) for logarithm in case.timing.log_ratios]
+        drawing = _markup(plots.trace(ratios, case.timing.speedup, case.timing.ci))
     facts: dict[str, Any] = {
         "test": case.nodeid,
         "route": case.route,

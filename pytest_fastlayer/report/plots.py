@@ -1,8 +1,8 @@
 """The report's plots: matplotlib draws them as SVG whose colours the page's style sheet decides.
 
 Every colour here is a placeholder that becomes a CSS variable, so that one drawing serves light
-and dark; text stays text. Figures are 6 inches wide, which a 400 px screen shows at nearly full
-size. All functions take plain values and return SVG markup.
+and dark; text stays text. Figures are 360 points wide, which a 400 px screen shows at full size.
+All functions take plain values and return SVG markup.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from matplotlib.ticker import MaxNLocator
 
 from pytest_fastlayer.report import text
 
-WIDTH = 6.0
-ROW = 0.27
+WIDTH = 5.0
+ROW = 0.29
 #: Placeholder -> CSS variable of the style sheet.
 INK, MUTED, GRID = "#010101", "#020202", "#030303"
 REFERENCE, CANDIDATE, BAD, BAND = "#040404", "#050505", "#060606", "#070707"
@@ -41,7 +41,7 @@ _SETTINGS: dict[Any, Any] = {  # matplotlib's stubs want a literal for every key
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 9,
+    "font.size": 10,
     "axes.edgecolor": GRID,
     "axes.labelcolor": MUTED,
     "text.color": INK,
@@ -122,7 +122,7 @@ def shares(rows: Sequence[tuple[str, float]], axis: str) -> str:
         largest = max(1.0, *(min(value, 4.0) for _, value in rows))
         for y, (_, value) in enumerate(rows):
             axes.barh(y, min(value, 4.0), height=0.5, color=BAD if value > 1 else CANDIDATE)
-            axes.text(min(value, 4.0) + 0.012 * largest, y, f"{value:.2f}", va="center", fontsize=8)
+            axes.text(min(value, 4.0) + 0.012 * largest, y, f"{value:.2f}", va="center", fontsize=9)
         axes.axvline(1.0, color=MUTED, linewidth=0.9)
         axes.set_xlim(0, largest * 1.12)
         axes.set_xlabel(axis)
@@ -133,7 +133,7 @@ def trace(ratios: Sequence[float], point: float, ci: tuple[float, float] | None)
     """The ratio of each pair in measured order, so that drift is seen; line and band as judged."""
     with _drawing(ratios, {"axes.spines.left": True}):
         figure = Figure(figsize=(WIDTH, 1.5))
-        axes = figure.add_axes((0.1, 0.31, 0.89, 0.65))
+        axes = figure.add_axes((0.12, 0.34, 0.87, 0.62))
         if ci is not None:
             axes.axhspan(*ci, color=BAND, linewidth=0)
         axes.axhline(point, color=MUTED, linewidth=0.9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import math
 import re
 import shutil
 import subprocess
@@ -169,6 +170,15 @@ def test_published_figures_without_interval_or_control():
 def test_nothing_timed(cases):
     page = Page(html.render([run(cases)]))
     assert page.count("details") == len(cases) + 1
+
+
+def test_trace_shows_the_ratio_of_each_pair(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "trace", lambda *values: drawn.append(values) or "<svg></svg>")
+    html.render([run({"a": case(timing=timing(2.0, log_ratios=(math.log(2), math.log(2.5))))})])
+    ((ratios, point, ci),) = drawn
+    assert ratios == pytest.approx([2.0, 2.5])
+    assert (point, ci) == (2.0, (1.99, 2.01))
 
 
 def test_plots_are_bounded_but_the_table_holds_all(monkeypatch):
