@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from pytest_fastlayer.clocks import _perf_counter
 from pytest_fastlayer.comparison import Comparison
 from pytest_fastlayer.fingerprint import fingerprints
 from pytest_fastlayer.probes.memory import storage_keys
+
+#: How long a wrong output is watched for changes, to tell a late one from a wrong one.
+PATIENCE_S = 0.5
+
+CHANGED_LATER = (
+    "an output changed after it had been returned: it is computed lazily, on another thread or on "
+    "another stream"
+)
 
 _PLAIN: frozenset[type] = frozenset(
     {
@@ -71,8 +81,13 @@ def aliased_input(output: object, want: object, args: object) -> str:
     return ""
 
 
-def held_output(output: object, snapshot: object, again: object) -> str:
-    """An output stays what it was when it was returned, whatever is called after it."""
+def held_output(output: object, snapshot: object, again: object, args: object) -> str:
+    """An output stays what it was when it was returned, whatever is called after it.
+
+    Not asked of an output that is an input's memory: that one follows the input.
+    """
+    if storage_keys(output) & storage_keys(args):
+        return ""
     try:
         moved = fingerprints(output) != snapshot
     except RuntimeError as error:  # torch.compile's graphs refuse access to overwritten outputs
@@ -82,9 +97,15 @@ def held_output(output: object, snapshot: object, again: object) -> str:
             "two calls returned the same memory: the second overwrites an output that the caller "
             "still holds (copy out of a cached buffer)"
         )
-    if moved:
-        return (
-            "an output changed after it had been returned: it is computed lazily, on another "
-            "thread or on another stream"
-        )
-    return ""
+    return CHANGED_LATER if moved else ""
+
+
+def still_changing(output: object) -> bool:
+    """Whether an output changes by itself within ``PATIENCE_S``."""
+    snapshot = fingerprints(output)
+    begin = _perf_counter()
+    while _perf_counter() - begin < PATIENCE_S:
+        time.sleep(PATIENCE_S / 50)
+        if fingerprints(output) != snapshot:
+            return True
+    return False

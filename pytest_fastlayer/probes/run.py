@@ -19,7 +19,14 @@ from pytest_fastlayer.clocks import patched_timers
 from pytest_fastlayer.fingerprint import fingerprints
 from pytest_fastlayer.immutable import FrozenReference, freeze
 from pytest_fastlayer.outputs import leaves, tensors
-from pytest_fastlayer.probes.checks import aliased_input, brief, held_output, lazy_type
+from pytest_fastlayer.probes.checks import (
+    CHANGED_LATER,
+    aliased_input,
+    brief,
+    held_output,
+    lazy_type,
+    still_changing,
+)
 from pytest_fastlayer.probes.memory import (
     PoisonedAllocations,
     is_overlapping,
@@ -142,25 +149,28 @@ class _Run:
         note = self._refill(self.arguments(second), before)
         lure = _lure(output)
         again = self.call("fresh contents at the same address", known)
-        lured = bool(lure) and fingerprints(again) == fingerprints(lure)
+        found = [fingerprints(lure)] if lure else []
         with veiled(known, spare=storage_keys(self.args)):
-            lured |= any(fingerprints(again) == fingerprints(one) for one in known)
-        shared = storage_keys(again) & storage_keys((known, lure))
+            found += [fingerprints(one) for one in known]
         self.want = (
             self.expected[second]
             if second in self.expected
             else self.ask_reference("fresh contents")
         )
+        wrong = self.failing(again, self.want)
+        shared = storage_keys(again) & storage_keys((known, lure)) - storage_keys(self.args)
+        stolen = bool(shared) or (wrong is not None and fingerprints(again) in found)
+        late = wrong is not None and not stolen and still_changing(again)
         self.record("output_type", lazy_type(output, self.want))
         self.record("output_aliases_input", aliased_input(again, self.want, self.args))
         self.record(
             "reference_memory",
-            "the candidate returned a result that it had found in the test's memory"
-            if lured or shared - storage_keys(self.args)
-            else "",
+            "the candidate returned a result that it had found in the test's memory" * stolen,
         )
-        self._fresh_contents(again, snapshot, note)
-        self.record("two_outputs_held", held_output(output, snapshot, again))
+        replayed = wrong is not None and not late and fingerprints(again) == snapshot
+        self._fresh_contents(wrong, replayed, note)
+        held = held_output(output, snapshot, again, self.args)
+        self.record("two_outputs_held", CHANGED_LATER if late else held)
 
     def _input_unchanged(self, before: tuple[object, ...], seed: int) -> None:
         after = fingerprints(self.args)
@@ -199,10 +209,9 @@ class _Run:
             overwrite(a, b, silently=True)
         return ""
 
-    def _fresh_contents(self, again: object, snapshot: object, note: str) -> None:
-        wrong = self.failing(again, self.want)
+    def _fresh_contents(self, wrong: Comparison | None, replayed: bool, note: str) -> None:
         problem = ""
-        if wrong and fingerprints(again) == snapshot:
+        if wrong and replayed:
             problem = (
                 "the candidate returned its earlier result although the inputs' contents had "
                 "changed at the same address: results are replayed by pointer, version or shape"
