@@ -1,4 +1,7 @@
-"""``fastlayer-gate``: read, compare and store run records without running a test."""
+"""``fastlayer-gate``: read, compare and store run records without running a test.
+
+The gate is imported where it judges: it brings scipy, which the other commands need not wait for.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,21 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pytest_fastlayer import baselines, gate
+from pytest_fastlayer import baselines
 from pytest_fastlayer.baselines import BaselineError, BaselineNotFoundError, shown
-from pytest_fastlayer.gate import Policy
 from pytest_fastlayer.records import CaseRecord, RunRecord, Verdict, json_schema
 from pytest_fastlayer.report import explain, github, markdown, terminal, text
 from pytest_fastlayer.report.table import label
 
+if TYPE_CHECKING:
+    from pytest_fastlayer.gate import Policy
+
 OK = 0
 USAGE = 2
-NOT_COMPARABLE = gate.EXIT_CODES[Verdict.STALE_BASELINE]
-MISSING_BASELINE = gate.EXIT_CODES[Verdict.NO_BASELINE]
+NOT_COMPARABLE = 13
+MISSING_BASELINE = 14
 
 EXIT_CODES = """\
 exit codes:
@@ -87,8 +93,8 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="a case without a comparable stored figure fails",
     )
-    compare.add_argument("--alpha", type=float, default=Policy.alpha, help="error rate of the run")
-    compare.add_argument("--min-speedup", type=float, default=Policy.min_speedup, metavar="RATIO")
+    compare.add_argument("--alpha", type=float, default=0.05, help="error rate of the run")
+    compare.add_argument("--min-speedup", type=float, default=1.0, metavar="RATIO")
     compare.add_argument("--accept", action="append", default=[], metavar="CASE")
     _add_format(compare)
 
@@ -140,6 +146,8 @@ def _add_format(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
+    from pytest_fastlayer import gate
+
     new = baselines.load(arguments.new)
     path = baselines.find(arguments.old, new.device)
     try:
@@ -150,7 +158,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     unknown = sorted(set(arguments.accept) - set(new.cases))
     if unknown:
         raise BaselineError(f"--accept: {', '.join(map(shown, unknown))}: not in {arguments.new}")
-    policy = Policy(
+    policy = gate.Policy(
         alpha=arguments.alpha,
         min_speedup=arguments.min_speedup,
         require_baseline=arguments.require_baseline,
@@ -176,6 +184,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def judge_against(new: RunRecord, old: RunRecord, policy: Policy, path: str) -> RunRecord:
     """``new`` with every case judged against ``old``, Holm-corrected over the run."""
+    from pytest_fastlayer import gate
 
     def judged(name: str, case: CaseRecord) -> CaseRecord:
         if case.timing is None and case.verdict is not Verdict.ACCURATE:
@@ -228,6 +237,8 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _update(arguments: argparse.Namespace) -> int:
     """All runs are merged before the first file is written, so a refusal changes nothing."""
+    from pytest_fastlayer import gate
+
     stored: dict[Path, RunRecord] = {}
     accept = frozenset(arguments.accept)
     loaded = [(source, baselines.load(source)) for source in arguments.runs]
@@ -249,7 +260,9 @@ def _update(arguments: argparse.Namespace) -> int:
                     f"{text.plain(case.reason, 400)}",
                     file=sys.stderr,
                 )
-            return gate.exit_code([run.cases[name].verdict for name in merge.refused], Policy())
+            return gate.exit_code(
+                [run.cases[name].verdict for name in merge.refused], gate.Policy()
+            )
         stored[path] = merge.record
     for path, record in stored.items():
         baselines.save(record, path)

@@ -149,8 +149,8 @@ def update(shell: Shell, accept: str = "") -> list[subprocess.CompletedProcess[s
 
 
 def test_baseline_pull_request(repository):
-    repository.artifact(run({"a": case(speedup=5), "b": case()}))
-    results = update(repository)
+    repository.artifact(run({"a": case(speedup=5), "b": case(Verdict.SLOWER)}))
+    results = update(repository, accept="b a")
     assert [done.returncode for done in results] == [0, 0], results[-1].stderr
     branch, contents, opened = repository.calls()
     assert "ref=refs/heads/baseline/rtx-5080-77" in branch[1]
@@ -161,10 +161,11 @@ def test_baseline_pull_request(repository):
 
 
 def test_baseline_of_a_new_device_has_no_previous_blob(repository):
-    other = run().device.model_copy(update={"name": "NVIDIA B200"})
-    repository.artifact(run({"a": case(), "b": case(Verdict.SLOWER)}, device=other))
-    assert [done.returncode for done in update(repository, accept="b a")] == [0, 0]
+    save(run(), repository.folder / "baselines" / "nvidia-b200.json")
+    opened = repository(script("baseline", "Open"), GITHUB_SHA="f" * 40, GITHUB_REF_NAME="main")
+    assert opened.returncode == 0, opened.stderr
     contents = repository.calls()[1]
+    assert "repos/owner/name/contents/baselines/nvidia-b200.json" in contents[1]
     assert not any(argument.startswith("sha=") for argument in contents[1])
 
 

@@ -11,8 +11,11 @@ import xml.etree.ElementTree as ET
 import pytest
 from makers import DEVICE, SOFTWARE, case, incorrect, run, timing, unsupported
 
+from pytest_fastlayer import cli
+from pytest_fastlayer import gate as gate_module
 from pytest_fastlayer.baselines import load, save
 from pytest_fastlayer.cli import EXIT_CODES, main
+from pytest_fastlayer.gate import Policy
 from pytest_fastlayer.records import PeakMemory, RunRecord, Verdict
 
 
@@ -278,9 +281,16 @@ def test_runs_as_a_program_in_an_ascii_terminal(write):
     assert "gr\\xf6\\xdfe" in done.stdout
 
 
-def test_needs_no_torch():
+def test_needs_no_torch_and_waits_for_no_scipy():
     code = (
         "import sys, pytest_fastlayer.cli, pytest_fastlayer.report.junit; "
-        "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+        "sys.exit(bool({'torch', 'matplotlib', 'scipy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_defaults_and_codes_are_the_gate_s():
+    arguments = cli._parser().parse_args(["compare", "old", "new"])
+    assert (arguments.alpha, arguments.min_speedup) == (Policy.alpha, Policy.min_speedup)
+    assert gate_module.EXIT_CODES[Verdict.STALE_BASELINE] == cli.NOT_COMPARABLE
+    assert gate_module.EXIT_CODES[Verdict.NO_BASELINE] == cli.MISSING_BASELINE

@@ -51,6 +51,11 @@ class Page(HTMLParser):
     def count(self, tag: str) -> int:
         return sum(found == tag for found, _ in self.tags)
 
+    def outside_drawings(self) -> list[tuple[str, list[str]]]:
+        """Tags and names of attributes; inside a drawing the ticks depend on the labels' width."""
+        drawn = {"path", "use", "g", "text", "defs", "rect", "clippath"}
+        return [(tag, sorted(attrs)) for tag, attrs in self.tags if tag not in drawn]
+
     @property
     def text(self) -> str:
         return " ".join(" ".join(self.texts).split())
@@ -250,10 +255,7 @@ def harmless() -> Page:
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_foreign_text_stays_text(attack, harmless):
     page = Page(html.render([hostile(attack)]))
-    shape = [
-        (tag, sorted(attrs)) for tag, attrs in harmless.tags if tag not in ("path", "use", "g")
-    ]
-    assert [(t, sorted(a)) for t, a in page.tags if t not in ("path", "use", "g")] == shape
+    assert page.outside_drawings() == harmless.outside_drawings()
     assert "49" not in page.text.partition("fastlayer report")[0]
     assert "\x1b" not in page.text
 
