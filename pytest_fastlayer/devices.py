@@ -66,12 +66,13 @@ def assign_gpu(
     worker = environ.get("PYTEST_XDIST_WORKER")
     if worker is None:
         return None
+    number = worker_number(worker)
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     visible = device_ids() if listed is None else [d.strip() for d in listed.split(",")]
     visible = [d for d in visible if d and d != "-1"]
     if not visible:
         return None
-    chosen = visible[worker_number(worker) % len(visible)]
+    chosen = visible[number % len(visible)]
     environ["CUDA_VISIBLE_DEVICES"] = chosen
     return chosen
 
@@ -98,7 +99,8 @@ def device_lock(key: str, *, exclusive: bool, folder: Path | None = None) -> Ite
     if folder is None:
         folder = Path(tempfile.gettempdir()) / f"fastlayer-{getpass.getuser()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    lock = ReadWriteLock(folder / (re.sub(r"[^A-Za-z0-9]+", "-", key) + ".lock"))
+    path = folder / (re.sub(r"[^A-Za-z0-9]+", "-", key) + ".lock")
+    lock = ReadWriteLock(path, is_singleton=False)
     with lock.write_lock() if exclusive else lock.read_lock():
         yield
 

@@ -8,6 +8,7 @@ are the exception: the command line may tighten them, never loosen them.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,9 @@ def _positive(kind: Callable[[str], Any], minimum: float, open_interval: bool) -
         value = kind(text)
         if not (value > minimum or (value == minimum and not open_interval)):
             bound = "above" if open_interval else "at least"
-            raise ValueError(f"expected a number {bound} {minimum:g}, got {text!r}")
+            raise argparse.ArgumentTypeError(
+                f"expected a number {bound} {minimum:g}, got {text!r}"
+            )
         return value
 
     parse.__name__ = kind.__name__  # argparse names the type in its message
@@ -198,7 +201,7 @@ def _ini_value(config: pytest.Config, option: Option) -> Any:
         )
     try:
         return option.parse(raw)
-    except ValueError as error:
+    except (ValueError, argparse.ArgumentTypeError) as error:
         raise pytest.UsageError(f"ini option {option.dest}: {error}") from None
 
 

@@ -164,7 +164,7 @@ class Workbench:
 
     def tolerance(self) -> accuracy.Tolerance:
         """The item's tolerance. The command line may only tighten what the test promises."""
-        promised = {"atol": 0.002, "rtol": 0.02, "mode": "either"}
+        promised: dict[str, Any] = {"atol": 0.002, "rtol": 0.02, "mode": "either"}
         promised |= {k: v for k, v in self.settings.ini.items() if k in promised and v is not None}
         promised |= dict(self.marks.tolerance)
         for name in ("atol", "rtol"):
@@ -249,12 +249,17 @@ class Workbench:
         feed = partial(arguments, pair.inputs)
         merged = accuracy.Comparison(tolerance)
         used: list[int] = []
+        expected: dict[int, object] = {}
         for seed in seeds:
             spent = (len(used) + 1) * (reference.shortest_s + candidate.shortest_s)
             if used and spent > self.knob("budget_s", device):
                 break
             self.progress(f"accuracy, seed {seed}")
-            trial = accuracy.check_trials(reference, candidate, feed, [seed], tolerance)
+            # The probes start from the first two outputs; a dear reference is not run for them.
+            trial = accuracy.check_trials(
+                reference, candidate, feed, [seed], tolerance, keep=int(len(used) < 2)
+            )
+            expected |= trial.kept
             merged = merged.merge(trial.comparison)
             used.append(seed)
         cost = (reference.shortest_s, candidate.shortest_s)
@@ -272,7 +277,14 @@ class Workbench:
         if verdict is Verdict.ACCURATE:
             self.progress("honesty probes")
             honesty = probes.run_probes(
-                pair.reference, pair.candidate, pair.inputs, used, tolerance, device, cost=cost
+                pair.reference,
+                pair.candidate,
+                feed,
+                used,
+                tolerance,
+                device,
+                expected=expected,
+                cost=cost,
             )
             caught = [probe for probe in honesty if not probe.passed]
             if caught:
@@ -346,6 +358,8 @@ class Workbench:
             measured, hidden = self._measure(reference, candidate, device, cost)
         except stats.SamplesError as error:
             return gate.judge_failure(case, error)
+        except timing.TimerPatchedError as error:
+            return case.model_copy(update={"verdict": Verdict.DISHONEST, "reason": str(error)})
         case = case.model_copy(update={"probes": (*case.probes, hidden)})
         rivals = tuple(self._arm(pair, name, pair.rivals, device) for name in self._rivals(pair))
         pair.reference.verify()
@@ -390,7 +404,12 @@ class Workbench:
         )
         self.progress(f"A/A control of the {control_arm}")
         control = timing.measure(
-            control_fn, control_fn, clock=clock, plan=control_plan, skip_settle=True
+            control_fn,
+            control_fn,
+            clock=clock,
+            plan=control_plan,
+            skip_settle=True,
+            forwards=(samples.forwards[0 if affordable else 1],) * 2,
         )
         policy = self._policy()
         extensions = 0

@@ -69,11 +69,7 @@ def test_worse_figure_is_accepted_by_name(project, bench, pytester):
     project(ONE)
     bench("--fastlayer-update-baseline", "--fastlayer-baseline=base")
     before = stored(pytester)["cases"]["layer_norm"]["timing"]["speedup"]
-    project(
-        ONE.replace(
-            "candidate=fast(module)", "candidate=lambda x: [fast(module)(x) for _ in range(2)][0]"
-        )
-    )
+    project(ONE.replace("fast(module)", "fast(module, 2 * FAST_S)"))
     update = ("--fastlayer-update-baseline", "--fastlayer-baseline=base")
     assert bench(*update).ret == 1
     assert bench(*update, "--fastlayer-accept=layer_norm").ret == 0
@@ -150,8 +146,10 @@ def test_second(paired):
 
 def test_interrupted_run_keeps_the_baseline(project, bench, pytester):
     project(TWO)
-    bench("--fastlayer-update-baseline", "--fastlayer-baseline=base")
+    update = ("--fastlayer-update-baseline", "--fastlayer-baseline=base")
+    bench(*update)
     before = stored(pytester)
     project(ONE + "\ndef test_second(paired):\n    raise KeyboardInterrupt\n")
-    bench("--fastlayer-update-baseline", "--fastlayer-baseline=base")
+    result = bench(*update, subprocess=True)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
     assert stored(pytester) == before

@@ -47,10 +47,7 @@ def test_command_line_may_tighten_but_not_loosen(project, pytester):
 
 
 def test_unknown_marker_field(project, pytester):
-    project("@pytest.mark.tolerance(abs=1)" + PASSING, conftest="")
-    pytester.makepyfile(
-        test_pair="import pytest\nfrom pair import *\n@pytest.mark.tolerance(abs=1)" + PASSING
-    )
+    project("import pytest\n@pytest.mark.tolerance(abs=1)" + PASSING)
     result = pytester.runpytest_inprocess()
     assert result.ret != 0
     result.stdout.fnmatch_lines(["*pytest.mark.tolerance*'abs'*atol, mode, rtol*"])
