@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -31,6 +32,9 @@ _PLANS = 64
 #: device, and then in steps of ``_MEMORY_STEPS`` to the whole, so that decisions do not flicker.
 _MEMORY_SHARE = 8
 _MEMORY_STEPS = 16
+
+#: Stands for the memory of a device that fastlayer has no facts about.
+_UNKNOWN_MEMORY = 2**62
 
 
 class FastTransformer(ReferenceTransformer):
@@ -185,8 +189,7 @@ class FastTransformer(ReferenceTransformer):
             x.device,
             type(x),
             kind,
-            x.requires_grad,
-            torch.is_grad_enabled(),
+            self._records_grad(x, runtime),
             _ambient(x.device.type),
             self.training,
             compiling,
@@ -215,7 +218,7 @@ class FastTransformer(ReferenceTransformer):
         route = route_named(decision.route)
         assert route is not None
         plan = _Plan(decision, route.bind(runtime.state, contract, decision.launch))
-        if contract.dense_bytes * _MEMORY_SHARE > contract.device.memory_bytes:
+        if _is_memory_bound(contract):
             runtime.memory_bound.add(key)
             key = (key, contract.available_bytes)
         runtime.remember(key, plan)
@@ -228,10 +231,11 @@ class FastTransformer(ReferenceTransformer):
     def _contract(self, x: torch.Tensor, kind: MaskKind, compiling: bool) -> RuntimeContract:
         dtype = _check_input(x, self._shape.d_model)
         batch, tokens, _ = x.shape
-        state = self._own_runtime().state
+        runtime = self._own_runtime()
+        state = runtime.state
         altered = state.altered or _unusual(x)
         where = x.device.type
-        grad, inference, autocast, precision, deterministic, capturing = _ambient(where)
+        inference, autocast, precision, deterministic, capturing = _ambient(where)
         parameter = self.final_norm.weight
         if not altered and not autocast and parameter.dtype != x.dtype:
             raise InputError(
@@ -254,7 +258,7 @@ class FastTransformer(ReferenceTransformer):
             dtype=dtype,
             mask=kind,
             precision=precision,
-            grad=grad and (x.requires_grad or any(p.requires_grad for p in self.parameters())),
+            grad=self._records_grad(x, runtime),
             inference=inference,
             training=self.training,
             autocast=autocast,
@@ -263,12 +267,17 @@ class FastTransformer(ReferenceTransformer):
             capturing=capturing,
             weights_version=state.version,
             altered=altered,
-            available_bytes=device.memory_bytes,
+            available_bytes=device.memory_bytes or _UNKNOWN_MEMORY,
             working_set_bytes=self.working_set_bytes,
         )
-        if contract.dense_bytes * _MEMORY_SHARE > device.memory_bytes and not capturing:
+        if _is_memory_bound(contract) and not capturing:
             return replace(contract, available_bytes=_available(x.device))
         return contract
+
+    @staticmethod
+    def _records_grad(x: torch.Tensor, runtime: _Runtime) -> bool:
+        """Whether autograd would record a call with ``x``."""
+        return torch.is_grad_enabled() and (x.requires_grad or runtime.state.requires_grad)
 
     def _mask_kind(self, x: torch.Tensor, mask: torch.Tensor | None, runtime: _Runtime) -> MaskKind:
         if mask is None:
@@ -350,8 +359,10 @@ class _Runtime:
             self.plans.popitem(last=False)
 
 
-#: (grad mode, inference mode, autocast dtype or "", precision, deterministic, capturing)
-_Ambient = tuple[bool, bool, str, Precision, bool, bool]
+_autocast_exists = cache(torch.amp.is_autocast_available)
+
+#: (inference mode, autocast dtype or "", precision, deterministic, capturing)
+_Ambient = tuple[bool, str, Precision, bool, bool]
 
 _PRECISIONS: dict[tuple[str, bool], Precision] = {}
 
@@ -367,16 +378,20 @@ def _ambient(device_type: str) -> _Ambient:
     if precision is None:
         precision = _PRECISIONS[matmul, tf32] = Precision(matmul, tf32)
     autocast = ""
-    if torch.is_autocast_enabled(device_type):
+    if _autocast_exists(device_type) and torch.is_autocast_enabled(device_type):
         autocast = str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
     return (
-        torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         autocast,
         precision,
         torch.are_deterministic_algorithms_enabled(),
         device_type == "cuda" and torch.cuda.is_current_stream_capturing(),
     )
+
+
+def _is_memory_bound(contract: RuntimeContract) -> bool:
+    memory = contract.device.memory_bytes
+    return bool(memory) and contract.dense_bytes * _MEMORY_SHARE > memory
 
 
 def _available(device: torch.device) -> int:

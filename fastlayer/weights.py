@@ -25,6 +25,7 @@ T = TypeVar("T")
 _LAYER_NORM_EPS = 1e-5
 
 _version = attrgetter("_version")
+_requires_grad = attrgetter("requires_grad")
 _forward_hooks = attrgetter("_forward_hooks")
 _forward_pre_hooks = attrgetter("_forward_pre_hooks")
 
@@ -78,6 +79,11 @@ class ModelState:
             self._watch = _Watch(self.module)
             self.altered = alteration(self.module, self.config)
         return self.version
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd would follow some parameter; not part of the version."""
+        return self._watch is not None and self._watch.requires_grad()
 
     def invalidate(self) -> None:
         """Drops packed weights and graphs unconditionally."""
@@ -155,6 +161,9 @@ class _Watch:
         if any(map(_forward_pre_hooks, self._inner)) or any(map(_forward_hooks, self._inner)):
             return False
         return all(torch.equal(tensor, snapshot) for tensor, snapshot in self._snapshots)
+
+    def requires_grad(self) -> bool:
+        return any(map(_requires_grad, self._tensors))
 
 
 def alteration(module: nn.Module, config: TransformerConfig) -> str:

@@ -149,7 +149,7 @@ def test_an_explicit_route_never_falls_back():
         decide(contract(grad=True), Admissions(), route="sdpa")
     assert "inference-only" in str(caught.value)
     assert caught.value.valid == ("dense",)
-    with pytest.raises(RouteError, match="no route has that name; there are .*dense"):
+    with pytest.raises(RouteError, match=r"no route has that name; there are .*dense"):
         decide(contract(), Admissions(), route="warp")
 
 

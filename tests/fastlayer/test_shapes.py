@@ -40,7 +40,7 @@ def test_any_object_with_the_attributes_is_a_config():
     fields = {name: getattr(SMALL, name) for name in TransformerConfig.__dataclass_fields__}
     assert TransformerConfig.of(SimpleNamespace(**fields)) == SMALL
     del fields["ffn_dim"]
-    with pytest.raises(ConfigError, match="ffn_dim.*no such attribute"):
+    with pytest.raises(ConfigError, match=r"ffn_dim.*no such attribute"):
         TransformerConfig.of(SimpleNamespace(**fields))
 
 
