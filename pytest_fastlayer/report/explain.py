@@ -125,7 +125,9 @@ def _accuracy(accuracy: Accuracy) -> Iterator[str]:
         f"over {accuracy.trials} trials; {accuracy.nonfinite} not finite."
     )
     if accuracy.budget_used is not None:
-        yield f"The worst finite element used {accuracy.budget_used:.0%} of its tolerance."
+        share = text.decimal(100 * accuracy.budget_used, 0)
+        largest = "" if accuracy.max_abs is None else f"; largest error {accuracy.max_abs:.3g}"
+        yield f"The worst finite element used {share}% of its tolerance{largest}."
     if accuracy.rms_vs_float64 is not None:
         errors = accuracy.rms_vs_float64
         yield (
@@ -150,7 +152,8 @@ def _timing(timing: Timing) -> Iterator[str]:
         low, high = timing.ci
         needed = 1 + floor
         side = "above" if low > needed else "below" if high < needed else "on both sides of"
-        yield f"The interval [{low:.3f}, {high:.3f}] lies {side} 1 + floor = {needed:.3f}."
+        interval = f"[{text.decimal(low, 3)}, {text.decimal(high, 3)}]"
+        yield f"The interval {interval} lies {side} 1 + floor = {text.decimal(needed, 3)}."
     else:
         yield "No interval was recorded, so the noise floor stands in for its half-width."
     if timing.aa is not None:

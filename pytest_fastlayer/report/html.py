@@ -155,7 +155,7 @@ def _section(number: int, records: list[RunRecord]) -> Section:
         heading=terminal.heading(run),
         created=run.created,
         published=run.provenance == "published",
-        mean="-" if mean is None else f"{mean[0]:.2f}x",
+        mean="-" if mean is None else text.speedup(mean[0]),
         lines=[*tables.summary(run), *tables.explanations(run)],
         table=tables.build(run),
         details=[
@@ -334,7 +334,7 @@ def _arm(kind: str, arm: Arm) -> tuple[str, ...]:
         kind,
         arm.name,
         text.speedup(timing.speedup, timing.ci) if timing else "",
-        f"{accuracy.budget_used:.2f}" if accuracy and accuracy.budget_used is not None else "",
+        text.decimal(accuracy.budget_used) if accuracy and accuracy.budget_used is not None else "",
         arm.verdict.value,
         arm.reason,
     )

@@ -88,9 +88,12 @@ def intervals(rows: Sequence[Interval], axis: str, *, log: bool = True) -> str:
         figure, axes = _rows([row.name for row in rows])
         for y, row in enumerate(rows):
             color = BAD if row.bad else CANDIDATE
-            axes.plot(row.band, (y, y), color=BAND, linewidth=9, solid_capstyle="butt", zorder=1)
-            axes.plot((row.low, row.high), (y, y), color=color, linewidth=2.2, zorder=3)
-            axes.plot([row.value], [y], "o", color=color, markersize=5.5, zorder=4)
+            value, low, high, *band = map(
+                _bounded if log else float, (row.value, row.low, row.high, *row.band)
+            )
+            axes.plot(band, (y, y), color=BAND, linewidth=9, solid_capstyle="butt", zorder=1)
+            axes.plot((low, high), (y, y), color=color, linewidth=2.2, zorder=3)
+            axes.plot([value], [y], "o", color=color, markersize=5.5, zorder=4)
         neutral = 1.0 if log else 0.0
         axes.axvline(neutral, color=MUTED, linewidth=0.9, zorder=2)
         if log:
@@ -105,11 +108,11 @@ def pairs(rows: Sequence[Two], axis: str) -> str:
     with _drawing(rows):
         figure, axes = _rows([row.name for row in rows])
         for y, row in enumerate(rows):
-            if row.reference and row.candidate:
-                axes.plot((row.reference, row.candidate), (y, y), color=BAND, linewidth=3, zorder=1)
-            for value, color in ((row.reference, REFERENCE), (row.candidate, CANDIDATE)):
-                if value:
-                    axes.plot([value], [y], "o", color=color, markersize=5.5, zorder=3)
+            arms = ((row.reference, REFERENCE), (row.candidate, CANDIDATE))
+            known = [(_bounded(value), color) for value, color in arms if value]
+            axes.plot([v for v, _ in known], [y] * len(known), color=BAND, linewidth=3, zorder=1)
+            for value, color in known:
+                axes.plot([value], [y], "o", color=color, markersize=5.5, zorder=3)
         _log_axis(axes, [v for row in rows for v in (row.reference, row.candidate) if v])
         axes.set_xlabel(axis)
         return _svg(figure, axis)
@@ -122,7 +125,9 @@ def shares(rows: Sequence[tuple[str, float]], axis: str) -> str:
         largest = max(1.0, *(min(value, 4.0) for _, value in rows))
         for y, (_, value) in enumerate(rows):
             axes.barh(y, min(value, 4.0), height=0.5, color=BAD if value > 1 else CANDIDATE)
-            axes.text(min(value, 4.0) + 0.012 * largest, y, f"{value:.2f}", va="center", fontsize=9)
+            axes.text(
+                min(value, 4.0) + 0.012 * largest, y, text.decimal(value), va="center", fontsize=9
+            )
         axes.axvline(1.0, color=MUTED, linewidth=0.9)
         axes.set_xlim(0, largest * 1.12)
         axes.set_xlabel(axis)
@@ -180,8 +185,13 @@ def _rows(names: Sequence[str]) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def _bounded(value: float) -> float:
+    """Within twelve decades of one: a figure beyond is broken, and must not break the plot."""
+    return min(max(value, 1e-12), 1e12)
+
+
 def _log_axis(axes: Axes, values: Sequence[float]) -> None:
-    low, high = min(values), max(values)
+    low, high = _bounded(min(values)), _bounded(max(values))
     axes.set_xscale("log")
     axes.set_xlim(low / (high / low) ** 0.05 / 1.01, high * (high / low) ** 0.05 * 1.01)
     left, right = axes.get_xlim()

@@ -84,7 +84,7 @@ def _budget(case: CaseRecord) -> float | None:
 
 def _show_budget(case: CaseRecord, _: float) -> str:
     used = _budget(case)
-    return "" if used is None else f"{used:.2f}"
+    return "" if used is None else text.decimal(used)
 
 
 def _show_failed(case: CaseRecord, _: float) -> str:
@@ -229,7 +229,7 @@ def summary(run: RunRecord) -> list[Line]:
         )
         left_out = f"; {oracles} timed against an oracle left out" if oracles else ""
         timed = f"{mean[1]} timed case{'' if mean[1] == 1 else 's'}"
-        lines.append(Line(f"geometric mean speedup {mean[0]:.2f}x over {timed}{left_out}"))
+        lines.append(Line(f"geometric mean speedup {text.speedup(mean[0])} over {timed}{left_out}"))
     counts = Counter(case.verdict for case in run.cases.values())
     tally = ", ".join(f"{counts[v]} {v.value}" for v in Verdict if counts[v])
     moods = {mood(verdict) for verdict in counts}

@@ -37,28 +37,36 @@ def unit_for(seconds: Iterable[float]) -> tuple[str, float]:
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """``value`` to so many significant digits, never in exponent form: 0.1609, 504.1, 13608."""
+    """``value`` to so many significant digits, as people write it: 0.1609, 504.1, 13608."""
     if value == 0:
         return "0"
+    if not 1e-6 < abs(value) < 1e9:
+        return f"{value:.{digits - 1}e}"
     exponent = int(f"{abs(value):e}".partition("e")[2])
     return f"{value:.{min(max(digits - 1 - exponent, 0), 12)}f}"
 
 
+def decimal(value: float, digits: int = 2) -> str:
+    """So many decimals; an exponent where a wrong result makes the figure astronomical."""
+    return f"{value:.{digits}f}" if abs(value) < 1e4 else f"{value:.1e}"
+
+
 def speedup(value: float, ci: tuple[float, float] | None = None) -> str:
     """``15.80x [15.61, 15.98]``."""
-    interval = "" if ci is None else f" [{ci[0]:.2f}, {ci[1]:.2f}]"
-    return f"{value:.2f}x{interval}"
+    interval = "" if ci is None else f" [{decimal(ci[0])}, {decimal(ci[1])}]"
+    return f"{decimal(value)}x{interval}"
 
 
 def ratio(value: float, ci: tuple[float, float] | None = None) -> str:
     """A ratio near one, to a tenth of a percent: ``0.982x [0.979, 0.985]``."""
-    interval = "" if ci is None else f" [{ci[0]:.3f}, {ci[1]:.3f}]"
-    return f"{value:.3f}x{interval}"
+    interval = "" if ci is None else f" [{decimal(ci[0], 3)}, {decimal(ci[1], 3)}]"
+    return f"{decimal(value, 3)}x{interval}"
 
 
 def percent(fraction: float, *, signed: bool = False) -> str:
     """``0.9%``, or with its sign ``+0.1%``."""
-    return f"{fraction * 100:{'+' if signed else ''}.1f}%"
+    shown = decimal(fraction * 100, 1)
+    return f"+{shown}%" if signed and not shown.startswith("-") else f"{shown}%"
 
 
 def count(number: int) -> str:
@@ -71,7 +79,7 @@ def count(number: int) -> str:
 
 def mib(value: float | None) -> str:
     """Mebibytes to a tenth, ``-`` where it could not be read."""
-    return "-" if value is None else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+    return "-" if value is None else decimal(value, 1) if value < 1000 else significant(value)
 
 
 def listing(names: Iterable[object], limit: int = 8) -> str:

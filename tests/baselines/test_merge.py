@@ -130,7 +130,7 @@ def test_find(tmp_path):
 names = st.lists(st.sampled_from("abcdefgh"), unique=True)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(before=names, now=names, red=st.sets(st.sampled_from("abcdefgh")), whole=st.booleans())
 def test_as_many_records_out_as_in(before, now, red, whole):
     old = stored(**{name: case() for name in before})

@@ -38,7 +38,7 @@ def test_plain_is_cut():
     assert text.plain("x" * 300, 10) == "xxxxxxx..."
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.text(max_size=60))
 def test_plain_is_one_safe_line(given):
     shown = text.plain(given)
@@ -71,6 +71,14 @@ def test_count(number, shown):
 )
 def test_unit(seconds, unit):
     assert text.unit_for(seconds)[0] == unit
+
+
+@pytest.mark.parametrize(
+    "show", [text.speedup, text.ratio, text.percent, text.mib, text.significant, text.decimal]
+)
+@pytest.mark.parametrize("value", [0.0, 1e-300, 1e300, 12345678.9])
+def test_no_figure_floods_a_table(show, value):
+    assert len(show(value)) <= 14
 
 
 def test_speed_and_percent():
