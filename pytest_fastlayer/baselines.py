@@ -39,6 +39,8 @@ from pytest_fastlayer.records import (
 MAX_BYTES = 16 * 2**20
 #: Deepest nesting accepted; the schema itself needs 7 levels, workloads may add their own.
 MAX_DEPTH = 32
+#: A disagreement by this factor is an error of unit, which is one of 1000, not of measurement.
+_UNIT_ERROR = 300.0
 #: Errors shown for one file; the rest are counted.
 MAX_ERRORS = 5
 #: A temporary file older than this was left by a process that was killed in mid-write.
@@ -263,7 +265,7 @@ def _describe(error: ValidationError, source: str) -> str:
 
 
 def _check_plausible(record: RunRecord, source: str) -> None:
-    """Catch figures in another unit, which a schema of plain numbers lets through."""
+    """Catch milliseconds among the seconds, which a schema of plain numbers lets through."""
     for name, case in record.cases.items():
         if case.timing is not None:
             for field, problem in _implausible(case.timing):
@@ -272,25 +274,21 @@ def _check_plausible(record: RunRecord, source: str) -> None:
 
 
 def _implausible(timing: Timing) -> Iterator[tuple[str, str]]:
-    # A median of ratios and a ratio of medians differ by drift, of which a factor 2.17 has been
-    # seen; milliseconds beside seconds differ by 1000.
+    # Under drift (a factor of 60 within one run has been seen) a median of ratios is not the ratio
+    # of medians, nor does a block keep its length.
     quotient = timing.reference_s / timing.candidate_s
-    if not 1 / 5 < timing.speedup / quotient < 5:
+    if not 1 / _UNIT_ERROR < timing.speedup / quotient < _UNIT_ERROR:
         yield (
             "speedup",
             f"{timing.speedup:g} does not agree with reference_s / candidate_s = {quotient:g}; "
             "are both in seconds?",
         )
-    if timing.ci is not None and not timing.ci[0] <= timing.speedup <= timing.ci[1]:
-        yield "ci", f"{list(timing.ci)} does not contain the speedup {timing.speedup:g}"
-    if timing.noise_floor >= 10:
-        yield "noise_floor", f"{timing.noise_floor:g} looks like a percentage; 0.01 means 1%"
     if timing.forwards_per_block is not None:
         block_s = timing.method.block_ms / 1e3
         for arm in ("reference", "candidate"):
             forwards = getattr(timing.forwards_per_block, arm)
             seconds = getattr(timing, f"{arm}_s")
-            if forwards > 1 and forwards * seconds > 100 * block_s:
+            if forwards > 1 and forwards * seconds > _UNIT_ERROR * block_s:
                 yield (
                     f"{arm}_s",
                     f"{forwards} forwards of {seconds:g} s cannot fill a block of "

@@ -170,7 +170,7 @@ def _section(number: int, records: list[RunRecord]) -> Section:
 
 
 def _when(record: RunRecord) -> str:
-    commit = f" {text.plain(record.commit, 12)}" if record.commit else ""
+    commit = f" {text.revision(record.commit)}" if record.commit else ""
     return f"{record.created[:16].replace('T', ' ')}{commit}"
 
 

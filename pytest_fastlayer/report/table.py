@@ -84,7 +84,7 @@ def _budget(case: CaseRecord) -> float | None:
 
 def _show_budget(case: CaseRecord, _: float) -> str:
     used = _budget(case)
-    return "" if used is None else text.decimal(used)
+    return "" if used is None else "<0.01" if 0 < used < 0.01 else text.decimal(used)
 
 
 def _show_failed(case: CaseRecord, _: float) -> str:

@@ -43,7 +43,7 @@ def heading(run: RunRecord) -> str:
         )
         if version
     ]
-    commit = [f"commit {text.plain(run.commit, 20)}"] if run.commit else []
+    commit = [f"commit {text.revision(run.commit)}"] if run.commit else []
     where = f"{text.plain(device.name)} ({device.multiprocessors} {units}{capability})"
     return ", ".join([where, *versions, *commit])
 

@@ -82,6 +82,12 @@ def mib(value: float | None) -> str:
     return "-" if value is None else decimal(value, 1) if value < 1000 else significant(value)
 
 
+def revision(commit: str) -> str:
+    """A git revision as people quote it, with its ``-dirty`` mark."""
+    name, dirty, _ = plain(commit).partition("-dirty")
+    return name[:10] + dirty
+
+
 def listing(names: Iterable[object], limit: int = 8) -> str:
     """``a, b, c and 4 more``."""
     shown = [plain(name, 60) for name in names]

@@ -81,6 +81,11 @@ def test_no_figure_floods_a_table(show, value):
     assert len(show(value)) <= 14
 
 
+def test_revision():
+    assert text.revision("7d417ad614ac62370aa-dirty") == "7d417ad614-dirty"
+    assert text.revision("abc1234") == "abc1234"
+
+
 def test_speed_and_percent():
     assert text.speedup(15.8, (15.61, 15.98)) == "15.80x [15.61, 15.98]"
     assert text.ratio(0.982) == "0.982x"
