@@ -307,7 +307,7 @@ class FastTransformer(ReferenceTransformer):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._install()
 
 

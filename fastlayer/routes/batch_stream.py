@@ -32,7 +32,7 @@ class BatchStreamRoute:
         largest = working_set_samples(contract)
         found: list[Launch] = []
         for launch in sdpa_launches(contract):
-            size = launch["slice"]
+            size = launch.get("slice")
             sized = {**launch, "slice": min(largest, int(size)) if size else largest}
             if not str(launch["execution"]).startswith("compiled") and sized not in found:
                 found.append(sized)

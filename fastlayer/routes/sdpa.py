@@ -30,8 +30,10 @@ _OPTIONS: dict[str, dict[str, tuple[object, ...]]] = {
 #: On a CPU a slice whose activation takes this many bytes stays in the second-level cache from one
 #: operation to the next: cases 1, 5 and 11 ran 1.05-1.2 times as fast in slices of 16 samples
 #: (1 MiB) as whole. A layer's weights must fit too: case 8's (24 MiB) are read anew by each slice,
-#: which ran at 0.7 of the whole batch's speed.
+#: which ran at 0.7 of the whole batch's speed. Slices of fewer samples give the threads too little:
+#: case 13 in slices of two was no faster than whole.
 _CACHED_BYTES = 2**20
+_LEAST_SAMPLES = 8
 
 
 class SdpaRoute:
@@ -70,7 +72,9 @@ def sdpa_launches(contract: RuntimeContract) -> list[Launch]:
                     if execution == "compiled" and (linear == "mkldnn" or size):
                         continue
                     launch = {"packed_qkv": packed, "linear": linear, "execution": execution}
-                    found.append({**launch, "slice": size})  # type: ignore[dict-item]
+                    if size:
+                        launch["slice"] = size
+                    found.append(launch)  # type: ignore[arg-type]
     return found
 
 
@@ -104,8 +108,8 @@ def cached_samples(contract: RuntimeContract) -> int | None:
     """Samples of a slice that suits a CPU's caches, or None where slices do not pay."""
     config = contract.config
     layer_weights = config.parameter_count // config.num_layers * contract.itemsize
-    size = max(1, _CACHED_BYTES // contract.with_batch(1).config.activation_bytes())
-    if contract.device.type != "cpu" or layer_weights > _CACHED_BYTES:
+    size = _CACHED_BYTES // contract.with_batch(1).config.activation_bytes()
+    if contract.device.type != "cpu" or layer_weights > _CACHED_BYTES or size < _LEAST_SAMPLES:
         return None
     return size if config.batch_size >= 2 * size else None
 

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from fastlayer import Admission, AdmissionError, Admissions, Refusal
+from fastlayer import (
+    CASES,
+    Admission,
+    AdmissionError,
+    Admissions,
+    Refusal,
+    TransformerConfig,
+)
 from fastlayer.admissions import COMMITTED, committed
+from fastlayer.admit import main, propose
+from fastlayer.cases import case_of
 from fastlayer.contract import Precision
 from fastlayer.routes import ROUTE_NAMES
 
@@ -75,14 +85,75 @@ def test_the_committed_file_is_in_normal_form():
 @pytest.mark.parametrize("row", committed().admitted, ids=lambda row: f"{row.device}-{row.case}")
 def test_a_committed_row_has_evidence(row):
     """The baseline exists, passed, and was measured on this device, precision, route and launch."""
-    path, _, case = row.evidence.partition("#")
+    path, _, key = row.evidence.partition("#")
     baseline = json.loads((ROOT / path).read_text())
-    measured = baseline["cases"][case]
+    measured = baseline["cases"][key]
     assert row.route in ROUTE_NAMES
+    assert case_of(TransformerConfig.of(SimpleNamespace(**measured["workload"]))) == row.case
     assert baseline["provenance"] == "measured"
     assert baseline["device"]["name"] == row.device
-    assert Precision(**baseline["precision"]) == row.precision
+    assert Precision(**measured["precision"]) == row.precision
     assert measured["verdict"] in ("PASS", "FASTER")
     assert measured["accuracy"]["failed"] == 0
     assert measured["route"] == row.route
-    assert (measured["launch"] or {}) == dict(row.launch)
+    assert measured.get("launch", {}) == dict(row.launch)
+
+
+def measured(case: int, speedup: float, **changes: object) -> dict[str, object]:
+    config = CASES[case]
+    names = TransformerConfig.__dataclass_fields__
+    return {
+        "verdict": "PASS",
+        "workload": {name: getattr(config, name) for name in names},
+        "precision": {"float32_matmul_precision": "high", "allow_tf32": True},
+        "route": "sdpa",
+        "launch": {"packed_qkv": True, "execution": "graph"},
+        "timing": {"speedup": speedup},
+        **changes,
+    }
+
+
+def test_rows_follow_from_a_record(tmp_path, capsys):
+    arms = [
+        {"name": "sdpa packed_qkv=True execution=graph", "verdict": "PASS"},
+        {
+            "name": "sdpa packed_qkv=False execution=graph slice=16",
+            "verdict": "PASS",
+            "timing": {"speedup": 3.1},
+        },
+        {"name": "dense", "verdict": "BELOW_FLOOR", "reason": "1.00x does not clear 1.01"},
+    ]
+    record = {
+        "provenance": "measured",
+        "device": {"name": "A GPU"},
+        "cases": {
+            "case_3": measured(3, 3.6, variants=arms),
+            "case_4": measured(4, 2.0, verdict="SLOWER", reason="slower than stored"),
+            "case_5": measured(5, 1.0, route="dense", launch=None),
+            "case_14": {"verdict": "UNSUPPORTED"},
+        },
+    }
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(record))
+    target = tmp_path / "admissions.json"
+    assert main([str(path), "--evidence", "baselines/a-gpu.json", "--into", str(target)]) == 0
+    rows = Admissions.load(target)
+    launch = {"packed_qkv": True, "execution": "graph"}
+    evidence = "baselines/a-gpu.json#case_3"
+    assert rows.admitted == (Admission("A GPU", HIGH, 3, "sdpa", launch, evidence),)
+    slower = {"packed_qkv": False, "execution": "graph", "slice": 16}
+    assert set(map(repr, rows.refused)) == {
+        repr(Refusal("A GPU", HIGH, 3, "sdpa", slower, "passed at 3.10x, the admitted at 3.60x")),
+        repr(Refusal("A GPU", HIGH, 3, "dense", {}, "BELOW_FLOOR: 1.00x does not clear 1.01")),
+        repr(Refusal("A GPU", HIGH, 4, "sdpa", launch, "SLOWER: slower than stored")),
+    }
+    assert "1 admitted, 3 refused" in capsys.readouterr().out
+    main([str(path), "--into", str(target)])
+    assert len(Admissions.load(target).admitted) == 1
+
+
+def test_published_figures_admit_nothing(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"provenance": "published", "device": {"name": "x"}, "cases": {}}))
+    with pytest.raises(AdmissionError, match="published"):
+        propose(Admissions(), path, "baselines/x.json")

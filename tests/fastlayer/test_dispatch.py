@@ -215,10 +215,10 @@ def test_launches_name_their_values():
 
 def test_slices_suit_the_cache_of_a_cpu_where_the_weights_do():
     def default(case, device="cpu"):
-        return launches("sdpa", contract(case, device))[0]["slice"]
+        return launches("sdpa", contract(case, device))[0].get("slice")
 
     assert default(1) == default(5) == default(11) == 16
-    assert default(13) == 2
+    assert default(13) is None
     assert default(2) is None
     assert default(12) is None
     assert default(8) is None
