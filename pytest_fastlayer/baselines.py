@@ -8,6 +8,7 @@ it; it executes nothing and reads at most ``MAX_BYTES``.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,23 @@ def find(where: str | os.PathLike[str], device: Device) -> Path:
     return path
 
 
+@contextmanager
+def locked(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold this while reading, merging and saving one file, so that no other update is lost.
+
+    The lock is a file in the user's own temporary folder, not beside the baseline, where it would
+    be committed by mistake.
+    """
+    from filelock import FileLock
+
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    folder = Path(tempfile.gettempdir()) / f"pytest-fastlayer-{user}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    digest = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()
+    with FileLock(folder / f"baseline-{digest[:32]}.lock"):
+        yield
+
+
 def save(record: RunRecord, path: str | os.PathLike[str]) -> None:
     """Replace ``path`` by ``record``, or leave it as it was.
 
@@ -366,11 +384,11 @@ def _prefix(target: Path) -> str:
 def _remove_stale(target: Path) -> None:
     """Remove what a killed process left behind; a live one's file is younger."""
     limit = time.time() - STALE_SECONDS
-    for entry in os.scandir(target.parent):
-        if entry.name.startswith(_prefix(target)) and entry.name.endswith(".tmp"):
+    for path in target.parent.iterdir():
+        if path.name.startswith(_prefix(target)) and path.name.endswith(".tmp"):
             with suppress(OSError):
-                if entry.stat(follow_symlinks=False).st_mtime < limit:
-                    os.unlink(entry.path)
+                if path.lstat().st_mtime < limit:
+                    path.unlink()
 
 
 def _mode(target: Path) -> int:

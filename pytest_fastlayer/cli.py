@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -237,36 +238,40 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _update(arguments: argparse.Namespace) -> int:
     """All runs are merged before the first file is written, so a refusal changes nothing."""
-    from pytest_fastlayer import gate
-
     stored: dict[Path, RunRecord] = {}
     accept = frozenset(arguments.accept)
     loaded = [(source, baselines.load(source)) for source in arguments.runs]
     unknown = sorted(accept.difference(*(run.cases for _, run in loaded)))
     if unknown:
         raise BaselineError(f"--accept: {', '.join(map(shown, unknown))}: in none of the runs")
-    for source, run in loaded:
-        path = baselines.find(arguments.baseline, run.device)
-        old = stored.get(path) or (baselines.load(path) if path.exists() else None)
-        merge = baselines.merge(
-            old, run, accept=accept & set(run.cases), selected_all=arguments.complete
-        )
-        print(f"{source} -> {path}: {merge.summary()}")
-        if merge.refused:
-            for name in merge.refused:
-                case = run.cases[name]
-                print(
-                    f"refused {label(name, case)}: {case.verdict.value}: "
-                    f"{text.plain(case.reason, 400)}",
-                    file=sys.stderr,
-                )
-            return gate.exit_code(
-                [run.cases[name].verdict for name in merge.refused], gate.Policy()
+    targets = {source: baselines.find(arguments.baseline, run.device) for source, run in loaded}
+    with ExitStack() as stack:
+        # In one order for everybody, so that two updates cannot wait for each other.
+        for path in sorted(set(targets.values())):
+            stack.enter_context(baselines.locked(path))
+        for source, run in loaded:
+            path = targets[source]
+            old = stored.get(path) or (baselines.load(path) if path.exists() else None)
+            merge = baselines.merge(
+                old, run, accept=accept & set(run.cases), selected_all=arguments.complete
             )
-        stored[path] = merge.record
-    for path, record in stored.items():
-        baselines.save(record, path)
+            print(f"{source} -> {path}: {merge.summary()}")
+            if merge.refused:
+                return _refuse(run, merge.refused)
+            stored[path] = merge.record
+        for path, record in stored.items():
+            baselines.save(record, path)
     return OK
+
+
+def _refuse(run: RunRecord, names: Sequence[str]) -> int:
+    from pytest_fastlayer import gate
+
+    for name in names:
+        case = run.cases[name]
+        reason = f"{case.verdict.value}: {text.plain(case.reason, 400)}"
+        print(f"refused {label(name, case)}: {reason}", file=sys.stderr)
+    return gate.exit_code([run.cases[name].verdict for name in names], gate.Policy())
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -243,6 +243,21 @@ def test_update_of_several_devices_at_once(write, gate, tmp_path):
     assert sorted(os.listdir(tmp_path / "all")) == ["nvidia-b200.json", "nvidia-h200.json"]
 
 
+def test_parallel_updates_lose_nothing(write, tmp_path):
+    """Six processes add a case each to one file at the same time; six cases come out."""
+    code = "import sys; from pytest_fastlayer.cli import main; sys.exit(main())"
+    runs = [write(f"run{i}.json", run({f"case {i}": case()})) for i in range(6)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, "update", path, "--baseline", str(tmp_path / "b.json")],
+            stdout=subprocess.DEVNULL,
+        )
+        for path in runs
+    ]
+    assert [process.wait(timeout=60) for process in processes] == [0] * 6
+    assert sorted(load(tmp_path / "b.json").cases) == [f"case {i}" for i in range(6)]
+
+
 # the command itself
 
 
