@@ -1,7 +1,7 @@
 """Digests of tensor contents, computed on the tensor's own device in bounded memory.
 
-Not cryptographic: two multiplicative sums modulo 2**64 over the tensor's bytes, enough to see any
-single change and any permutation. Nothing here copies a tensor as a whole.
+Not cryptographic: two sums modulo 2**64 of each element's bits mixed with its position, enough to
+see single changes, sign flips and permutations. Nothing here copies a tensor as a whole.
 """
 
 from __future__ import annotations
@@ -42,8 +42,11 @@ def fingerprint(tensor: torch.Tensor) -> tuple[Any, ...]:
         for offset, index in blocks(tuple(tensor.shape), _CHUNK):
             bits = _bits(tensor[index])
             place = torch.arange(bits.numel(), dtype=torch.int64, device=bits.device)
-            first = (bits * place.add_(offset).mul_(_MULTIPLIERS[0]).bitwise_or_(1)).sum()
-            second = (bits ^ place.mul_(_MULTIPLIERS[1])).sum()
+            mixed = (bits ^ place.add_(offset).mul_(_MULTIPLIERS[0])).mul_(_MULTIPLIERS[1])
+            # Fold the high bits down before summing: two flipped sign bits would cancel.
+            mixed ^= mixed >> 32
+            first = mixed.mul_(_MULTIPLIERS[0]).sum()
+            second = (mixed ^ (mixed >> 29)).mul_(_MULTIPLIERS[1]).sum()
             sums.append(torch.stack([first, second]))
         digest = torch.stack(sums).sum(0).tolist() if sums else [0, 0]
     return (*identity, *digest)

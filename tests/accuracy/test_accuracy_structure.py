@@ -145,11 +145,11 @@ def test_squared_error_takes_two_dtypes_and_refuses_two_shapes() -> None:
 
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_comparison_is_bounded_in_memory(contiguous: bool) -> None:
-    reference = torch.ones(4096, 4096)
+    reference = torch.ones(4096, 8192)
     if not contiguous:
         reference = reference.t()
     candidate = torch.full_like(reference, 1.0001)
     peak = peak_memory(lambda: compare(candidate, reference), "cpu")
     if peak is None:
         pytest.skip("the resident set's high-water mark cannot be reset here")
-    assert peak < 48  # the inputs are 64 MiB each; one copy of either would show
+    assert peak < 100  # the inputs are 128 MiB each: one copy of either would show

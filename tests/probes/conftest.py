@@ -1,4 +1,4 @@
-"""One small pair for all probe tests, and a way to ask for the probes that failed."""
+"""A way to ask for the probes that failed."""
 
 from __future__ import annotations
 
@@ -6,24 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch.nn import functional
+from probe_pair import honest, make_inputs
 
 from pytest_fastlayer.accuracy import Tolerance
 from pytest_fastlayer.probes import run_probes
-
-WIDTH = 32
-
-
-def make_inputs(seed: int, device: str = "cpu") -> tuple[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(16, WIDTH, generator=generator).to(device),)
-
-
-def honest(x: torch.Tensor) -> torch.Tensor:
-    """The reference of most tests: a fresh output, nothing kept."""
-    return functional.gelu(x) * 2 + 1
-
 
 Caught = dict[str, str]
 

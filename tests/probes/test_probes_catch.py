@@ -7,6 +7,7 @@ Every cheat here passes a plain accuracy check on its first call, which is why p
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,15 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from probe_pair import honest, make_inputs
 from torch.nn import functional
 
 from pytest_fastlayer.accuracy import compare
 
 Candidate = Callable[[torch.Tensor], Any]
-
-
-def honest(x: torch.Tensor) -> torch.Tensor:
-    return functional.gelu(x) * 2 + 1
 
 
 def replays_by_pointer() -> Candidate:
@@ -236,8 +234,6 @@ def test_cheat_is_caught_by_name(probe: Any, cheat: Any, name: str, words: str) 
 
 @pytest.mark.parametrize("cheat", [replays_by_pointer, returns_one_cached_buffer, searches_memory])
 def test_cheats_are_caught_with_outputs_handed_in(probe: Any, cheat: Any) -> None:
-    from .conftest import make_inputs
-
     expected = {seed: honest(*make_inputs(seed)) for seed in (1234, 1235)}
     kept = {seed: output.clone() for seed, output in expected.items()}
     caught = probe(cheat(), expected=expected)
@@ -248,10 +244,6 @@ def test_cheats_are_caught_with_outputs_handed_in(probe: Any, cheat: Any) -> Non
 
 def test_reading_the_reference_from_a_frame_is_caught(probe: Any) -> None:
     """A candidate that walks up the stack to the outputs that the probes were handed."""
-    import sys
-
-    from .conftest import make_inputs
-
     expected = {seed: honest(*make_inputs(seed)) for seed in (1234, 1235)}
 
     def candidate(x: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from probe_pair import WIDTH, honest, make_inputs
 from torch.nn import functional
 
 from pytest_fastlayer.accuracy import Tolerance
 from pytest_fastlayer.probes import run_probes
-
-from .conftest import WIDTH, honest, make_inputs
 
 
 def in_place_on_own_workspace(x: torch.Tensor) -> torch.Tensor:
