@@ -246,13 +246,13 @@ def reads_or_refuses(text: str) -> None:
     assert all(line.startswith("fuzz.json") and line.isprintable() for line in lines)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(place=st.sampled_from(paths(document())), value=json_values)
 def test_fuzz_one_value(place, value):
     reads_or_refuses(edited(*place, value=value))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(cut=st.integers(0, 2000), junk=st.text(max_size=6))
 def test_fuzz_truncation_and_junk(cut, junk):
     text = run().to_json()

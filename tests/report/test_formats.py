@@ -125,7 +125,7 @@ def test_junit():
     assert properties["device"] == "NVIDIA H200"
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.text(max_size=20))
 def test_junit_is_always_well_formed(name):
     red = case(Verdict.SLOWER, label=name, reason=name, route=name)
