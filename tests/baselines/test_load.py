@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from makers import case, run, timing
 
 from pytest_fastlayer import baselines
-from pytest_fastlayer.baselines import BaselineError, BaselineNotFoundError, load, parse
+from pytest_fastlayer.baselines import BaselineError, BaselineNotFoundError, load, parse, reading
 from pytest_fastlayer.records import SCHEMA_VERSION, ForwardsPerBlock, Verdict
 
 
@@ -134,14 +134,14 @@ def test_a_very_noisy_measurement_is_not_taken_for_an_error_of_unit():
 def test_many_errors_are_counted():
     cases = {str(i): {} for i in range(20)}
     message = refusal(json.dumps(document(cases=cases)))
-    assert message.count("\n") == baselines.MAX_ERRORS
+    assert message.count("\n") == reading.MAX_ERRORS
     assert "and 15 more" in message
 
 
-@pytest.mark.parametrize("depth", [baselines.MAX_DEPTH + 1, 100_000])
+@pytest.mark.parametrize("depth", [reading.MAX_DEPTH + 1, 100_000])
 def test_deep_nesting(depth):
     text = '{"schema_version": 1, "notes": ' + "[" * depth + "]" * depth + "}"
-    assert f"nested deeper than {baselines.MAX_DEPTH} levels" in refusal(text)
+    assert f"nested deeper than {reading.MAX_DEPTH} levels" in refusal(text)
 
 
 def test_a_hundred_megabytes_are_refused_unread(tmp_path):
@@ -202,7 +202,7 @@ def test_older_schemas_are_migrated_step_by_step(monkeypatch):
                 entry["timing"][f"{arm}_s"] = entry["timing"].pop(f"{arm}_ms") / 1e3
         return data
 
-    monkeypatch.setattr(baselines, "MIGRATIONS", {-1: rename, 0: to_seconds})
+    monkeypatch.setattr(reading, "MIGRATIONS", {-1: rename, 0: to_seconds})
     old = document(schema_version=-1)
     old["entries"] = old.pop("cases")
     figures = old["entries"]["a"]["timing"]
@@ -211,7 +211,7 @@ def test_older_schemas_are_migrated_step_by_step(monkeypatch):
 
 
 def test_a_faulty_migration_is_still_validated(monkeypatch):
-    monkeypatch.setattr(baselines, "MIGRATIONS", {0: lambda data: data | {"surprise": 1}})
+    monkeypatch.setattr(reading, "MIGRATIONS", {0: lambda data: data | {"surprise": 1}})
     assert "$.surprise" in refusal(json.dumps(document(schema_version=0)))
 
 

@@ -12,8 +12,7 @@ import textwrap
 import pytest
 from makers import case, run
 
-from pytest_fastlayer import baselines
-from pytest_fastlayer.baselines import BaselineError, load, save
+from pytest_fastlayer.baselines import BaselineError, load, save, writing
 
 OLD = run({"old": case()})
 NEW = run({f"case {i}": case() for i in range(50)})
@@ -50,7 +49,7 @@ def test_failing_step(target, monkeypatch, step, number):
     def fail(*args, **kwargs):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(baselines.os, step, fail)
+    monkeypatch.setattr(writing.os, step, fail)
     with pytest.raises(
         BaselineError, match=r"not written.*the old file, if any, is unchanged"
     ) as e:
@@ -65,7 +64,7 @@ def test_interrupted(target, monkeypatch, interruption):
     def interrupt(*args):
         raise interruption
 
-    monkeypatch.setattr(baselines.os, "replace", interrupt)
+    monkeypatch.setattr(writing.os, "replace", interrupt)
     with pytest.raises(interruption):
         save(NEW, target)
     monkeypatch.undo()
@@ -88,8 +87,7 @@ def test_killed_in_mid_write(target):
     """kill -9 between the write and the rename: the old file is whole, the litter goes later."""
     script = """
         import os, signal, sys
-        from pytest_fastlayer import baselines
-        old = baselines.load(sys.argv[1])
+                old = baselines.load(sys.argv[1])
         os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
         baselines.save(old.model_copy(update={"notes": ("new",)}), sys.argv[1])
     """
