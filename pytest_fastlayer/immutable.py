@@ -49,7 +49,7 @@ def check_pinned(path: str | Path, expected_sha256: str) -> str:
     if not _SHA256.fullmatch(expected_sha256):
         raise DigestError(
             f"the pinned digest of {path} is {expected_sha256!r}: expected 64 lower-case "
-            "hexadecimal digits under [tool.fastlayer] reference_sha256 in pyproject.toml"
+            'hexadecimal digits, as fastlayer_pins = ["<file> <sha256>"] in pytest\'s ini options'
         )
     if not Path(path).is_file():
         raise DigestError(f"the pinned reference {path} does not exist: restore the file")
@@ -57,11 +57,10 @@ def check_pinned(path: str | Path, expected_sha256: str) -> str:
     if actual != expected_sha256:
         raise DigestError(
             f"the reference {path} has sha256\n  {actual}\n"
-            f"but pyproject.toml pins\n  {expected_sha256}\n"
+            f"but fastlayer_pins in pytest's ini options has\n  {expected_sha256}\n"
             "Every stored figure was measured against the pinned file. To undo the change: "
             f"git checkout -- {path}\n"
-            "To accept it, set in pyproject.toml, under [tool.fastlayer],\n"
-            f'  reference_sha256 = "{actual}"\n'
+            f'To accept it, put "{path} {actual}" there\n'
             "and measure the baselines again: the stored ones become STALE_BASELINE."
         )
     return actual

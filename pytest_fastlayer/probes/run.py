@@ -238,12 +238,12 @@ class _Run:
     def side_stream(self, device: torch.device) -> None:
         """Late inputs on the current stream; the outputs read as soon as that stream gets there."""
         what = "late inputs on the current stream"
-        copies = late_inputs(lambda: self.call(what), self.args, self.want, device)
-        wrong = [one for copy in copies if (one := self.failing(copy, tensors(self.want)))]
+        attempts = late_inputs(lambda: self.call(what), self.args, self.want, device)
+        wrong = next((one for got, want in attempts if (one := self.failing(got, want))), None)
         self.record(
             "side_stream",
             "wrong for a caller on the current stream: work runs on another stream that does not "
-            f"wait for the caller's, or is not waited for: {brief(wrong[0])}"
+            f"wait for the caller's, or is not waited for: {brief(wrong)}"
             if wrong
             else "",
         )

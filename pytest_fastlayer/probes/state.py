@@ -33,7 +33,6 @@ _SETTINGS: Mapping[str, Callable[[], object]] = {
     "memory-efficient SDPA": torch.backends.cuda.mem_efficient_sdp_enabled,
     "math SDPA": torch.backends.cuda.math_sdp_enabled,
     "cuDNN SDPA": torch.backends.cuda.cudnn_sdp_enabled,
-    "the recursion limit": sys.getrecursionlimit,
     "the thread switch interval": sys.getswitchinterval,
 }
 
