@@ -22,8 +22,8 @@ from fastlayer.contract import Precision
 from fastlayer.dispatch import REFERENCE_ROUTE
 from fastlayer.errors import AdmissionError
 
-#: Verdicts that admit.
-_ADMITTING = ("PASS", "FASTER")
+#: Verdicts that admit: green on their own, whatever was stored before.
+_ADMITTING = ("PASS", "FASTER", "NO_BASELINE")
 
 
 def propose(rows: Admissions, record: str | os.PathLike[str], evidence: str) -> Admissions:

@@ -159,7 +159,7 @@ def fused_attention(
 
 def make_body(state: ModelState, contract: RuntimeContract, packed_qkv: bool, linear: str) -> Body:
     """The body over the present weights; packing is shared by all contracts of the model."""
-    tokens = contract.config.tokens
+    tokens = max(32, contract.config.tokens)  # below that oneDNN lays weights out for one token
 
     def build() -> tuple[Projections, ...]:
         if linear == "mkldnn":
