@@ -26,8 +26,8 @@ _OPTIONS: dict[str, dict[str, tuple[object, ...]]] = {
 }
 
 #: Executions worth measuring, the default first. On CUDA a graph removes the launch gaps that
-#: dominate the small cases. On a CPU Inductor's code took 1.0 (case 12) and 3.0 (case 1) of the time
-#: of the same launch run eagerly, after 8 to 17 seconds of compilation.
+#: dominate the small cases. On a CPU Inductor's code took 1.0 (case 12) and 3.0 (case 1) times as
+#: long as the same launch run eagerly, after 8 to 17 seconds of compilation.
 _EXECUTIONS: dict[str, tuple[str, ...]] = {
     "cuda": ("graph", "compiled_graph", "eager"),
     "cpu": ("eager",),
