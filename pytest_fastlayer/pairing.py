@@ -8,19 +8,29 @@ for a wrong or dishonest candidate.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import JsonValue
 
-from pytest_fastlayer import accuracy, baselines, devices, environment, gate, probes, timing
+from pytest_fastlayer import (
+    accuracy,
+    baselines,
+    devices,
+    environment,
+    gate,
+    measurement,
+    probes,
+    timing,
+    tracing,
+)
 from pytest_fastlayer import statistics as stats
 from pytest_fastlayer.accuracy_message import explain
 from pytest_fastlayer.immutable import FrozenReference, held_tensors
+from pytest_fastlayer.measurement import MIN_PAIRS, Progress, Schedule, Stopwatch
 from pytest_fastlayer.memory import peak_memory
 from pytest_fastlayer.options import Settings
 from pytest_fastlayer.records import (
@@ -38,36 +48,10 @@ from pytest_fastlayer.records import (
 from pytest_fastlayer.session import make_policy
 
 FIRST_SEED = 1234
-#: Fewest pairs that still make an interval: three AB/BA quads.
-MIN_PAIRS = 6
-
-#: What a setting is when neither command line, marker nor ini says otherwise. A CPU's clock is
-#: fine and its work slow, so blocks are short and a case must fit a budget.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "cuda": {
-        "pairs": 60,
-        "settle_s": 3.0,
-        "block_ms": 50.0,
-        "budget_s": 60.0,
-        "max_case_s": 600.0,
-        "min_effect": 0.01,
-        "l2": "warm",
-        "seeds": 5,
-    },
-    "cpu": {
-        "pairs": 30,
-        "settle_s": 0.3,
-        "block_ms": 40.0,
-        "budget_s": 9.0,
-        "max_case_s": 120.0,
-        "min_effect": 0.02,
-        "l2": "warm",
-        "seeds": 5,
-    },
-}
+#: Share of a full measurement that a rival or a variant gets: enough to rank, not to claim.
+RIVAL_EFFORT, VARIANT_EFFORT = 0.5, 0.2
 
 Inputs = Callable[[int], Any]
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -125,28 +109,6 @@ def device_of(*values: Any) -> torch.device:
     return found
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-class Stopwatch:
-    """A callable that notes its shortest wall time: a rough cost, for planning only."""
-
-    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
-        self._function = function
-        self._device = device
-        self.shortest_s = math.inf
-
-    def __call__(self, *args: Any) -> Any:
-        synchronize(self._device)
-        start = time.perf_counter()
-        result = self._function(*args)
-        synchronize(self._device)
-        self.shortest_s = min(self.shortest_s, time.perf_counter() - start)
-        return result
-
-
 @dataclass
 class Workbench:
     """Measures and judges pairs for one test item."""
@@ -160,7 +122,7 @@ class Workbench:
     def knob(self, name: str, device: torch.device) -> Any:
         """A setting of this item: command line, marker, ini, or the device's default."""
         marked = self.marks.seeds if name == "seeds" else self.marks.timing.get(name)
-        return self.settings.choose(name, marked, DEFAULTS[device.type][name])
+        return self.settings.choose(name, marked, measurement.DEFAULTS[device.type][name])
 
     def tolerance(self) -> accuracy.Tolerance:
         """The item's tolerance. The command line may only tighten what the test promises."""
@@ -361,17 +323,26 @@ class Workbench:
         except timing.TimerPatchedError as error:
             return case.model_copy(update={"verdict": Verdict.DISHONEST, "reason": str(error)})
         case = case.model_copy(update={"probes": (*case.probes, hidden)})
-        rivals = tuple(self._arm(pair, name, pair.rivals, device) for name in self._rivals(pair))
+        if self.settings.trace is not None:
+            for arm, function in (("reference", reference), ("candidate", candidate)):
+                self.progress(f"trace of the {arm}")
+                tracing.trace(function, device, self.settings.trace, f"{pair.name}-{arm}")
+        rivals = tuple(
+            self._arm(pair, name, pair.rivals[name], device, RIVAL_EFFORT)
+            for name in self._rivals(pair)
+        )
         pair.reference.verify()
         return case.model_copy(update={"timing": measured, "peak_mib": peak, "rivals": rivals})
 
-    def _plan(self, device: torch.device, pairs: int, share: float) -> timing.Plan:
-        return timing.Plan(
-            pairs=pairs,
+    def _schedule(self, device: torch.device) -> Schedule:
+        return Schedule(
+            pairs=self.knob("pairs", device),
             settle_s=self.knob("settle_s", device),
             block_ms=self.knob("block_ms", device),
-            budget_s=share * self.knob("budget_s", device),
+            budget_s=self.knob("budget_s", device),
             l2=self.knob("l2", device),
+            min_effect=self.knob("min_effect", device),
+            control=1.0 if self.settings.aa else 1 / 3,
         )
 
     def _measure(
@@ -380,65 +351,14 @@ class Workbench:
         candidate: Callable[[], Any],
         device: torch.device,
         cost: tuple[float, float],
+        effort: float | None = None,
     ) -> tuple[Timing, Probe]:
-        """Pairs, the A/A control, and extensions while the interval straddles the floor."""
-        clock = timing.clock_for(device)
-        pairs = self.knob("pairs", device)
-        plan = self._plan(device, pairs, share=2 / 3)
-        # An arm against itself shows what the schedule alone reports; the cheaper arm serves
-        # where the dearer would not fit the budget.
-        affordable = 2 * MIN_PAIRS * cost[0] <= self.knob("budget_s", device) / 3
-        control_arm: Literal["reference", "candidate"] = "reference" if affordable else "candidate"
-        control_fn = reference if affordable else candidate
-        control_plan = self._plan(
-            device, pairs if self.settings.aa else max(MIN_PAIRS, pairs // 3), share=1 / 3
+        schedule = self._schedule(device)
+        if effort is not None:
+            schedule = schedule.screening(effort)
+        return measurement.measure(
+            reference, candidate, device, cost, schedule, self._policy(), self.progress
         )
-        telemetry = timing.Telemetry()
-        samples = timing.measure(
-            reference,
-            candidate,
-            clock=clock,
-            plan=plan,
-            progress=self.progress,
-            telemetry=telemetry,
-        )
-        self.progress(f"A/A control of the {control_arm}")
-        control = timing.measure(
-            control_fn,
-            control_fn,
-            clock=clock,
-            plan=control_plan,
-            skip_settle=True,
-            forwards=(samples.forwards[0 if affordable else 1],) * 2,
-        )
-        policy = self._policy()
-        extensions = 0
-        while True:
-            summary = stats.summarize(
-                samples,
-                control=control,
-                control_arm=control_arm,
-                method=telemetry.method(clock, plan),
-                min_effect=self.knob("min_effect", device),
-                extensions=extensions,
-                dropped_reasons=telemetry.dropped_reasons(),
-                clocks=telemetry.clocks(),
-                warnings=telemetry.warnings(),
-            )
-            if not gate.needs_extension(summary, policy):
-                return summary, telemetry.probe()
-            extensions += 1
-            self.progress(f"inconclusive, extension {extensions} of {gate.MAX_EXTENSIONS}")
-            more = timing.measure(
-                reference,
-                candidate,
-                clock=clock,
-                plan=plan,
-                skip_settle=True,
-                forwards=samples.forwards,
-                telemetry=telemetry,
-            )
-            samples = samples.extended(more)
 
     def _rivals(self, pair: Pair) -> Sequence[str]:
         unknown = [name for name in self.settings.rivals if name not in pair.rivals]
@@ -453,8 +373,9 @@ class Workbench:
         self,
         pair: Pair,
         name: str,
-        factories: Mapping[str, Callable[[], Callable[..., Any]]],
+        factory: Callable[[], Callable[..., Any]],
         device: torch.device,
+        effort: float,
     ) -> Arm:
         """A further arm, checked and timed against the same reference."""
         self.progress(f"arm {name}")
@@ -462,7 +383,7 @@ class Workbench:
         feed = partial(arguments, pair.inputs)
         reference = Stopwatch(pair.reference, device)
         try:
-            function = factories[name]()
+            function = factory()
             candidate = Stopwatch(function, device)
             args = feed(FIRST_SEED)
             candidate(*args)  # compiles and captures: not its price
@@ -486,6 +407,7 @@ class Workbench:
                 bound,
                 device,
                 (reference.shortest_s, candidate.shortest_s),
+                effort,
             )
         except stats.SamplesError as error:
             return Arm(name=name, verdict=error.verdict, reason=str(error), accuracy=measured)
@@ -516,7 +438,10 @@ class Workbench:
         By the lower end of its interval, so that a lucky median does not win. Where none passes,
         the pair keeps its own candidate and is judged as it stands.
         """
-        arms = tuple(self._arm(pair, name, pair.variants, device) for name in pair.variants)
+        arms = tuple(
+            self._arm(pair, name, factory, device, VARIANT_EFFORT)
+            for name, factory in pair.variants.items()
+        )
         passing = [a for a in arms if a.verdict is Verdict.PASS and a.timing and a.timing.ci]
         if not passing:
             return pair, arms
