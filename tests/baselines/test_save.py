@@ -87,7 +87,8 @@ def test_killed_in_mid_write(target):
     """kill -9 between the write and the rename: the old file is whole, the litter goes later."""
     script = """
         import os, signal, sys
-                old = baselines.load(sys.argv[1])
+        from pytest_fastlayer import baselines
+        old = baselines.load(sys.argv[1])
         os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
         baselines.save(old.model_copy(update={"notes": ("new",)}), sys.argv[1])
     """
