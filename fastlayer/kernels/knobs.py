@@ -10,9 +10,9 @@ from fastlayer.kernels.sizes import FusedSizes, power_of_two
 
 Form = Literal["single", "wavefront", "layers", "strips"]
 
-#: Scores below this power of two, and above its inverse, keep float16 probabilities in the normal
-#: range (2**-14 to 2**16), so a softmax may leave out its maximum.
-SAFE_SCORE_BOUND = 14.0
+#: Scores below this power of two, and above its inverse, keep float16 probabilities within a bit of
+#: the normal range (2**-14 to 2**16), so a softmax may leave out its maximum.
+SAFE_SCORE_BOUND = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,10 @@ class Launch:
         rows: rows of a program's tile.
         keys: keys of one attention block (wavefront, layers).
         qkv_chunk, chunk: columns of Q, K, V, and of the hidden layer, computed at once.
-        split: parts into which strips cut the keys of a head.
+        passes: how many times strips go through attention, each with its share of the heads.
         early: strips ask for weights a stage before their use, at the price of registers.
         by_tile: a wavefront's programs are ordered by tile before sequence.
+        apart: layers project Q, K and V in a launch of its own.
         warps, stages, max_registers: compiler options.
         exact_gelu: GELU by erf rather than by the fit.
     """
@@ -37,9 +38,10 @@ class Launch:
     keys: int = 128
     qkv_chunk: int = 128
     chunk: int = 64
-    split: int = 1
+    passes: int = 1
     early: bool = True
     by_tile: bool = False
+    apart: bool = False
     warps: int = 4
     stages: int = 3
     max_registers: int = 0
@@ -75,8 +77,12 @@ class Launch:
                 reasons.append("strips take widths of at least 32 columns")
             if sizes.hidden & (sizes.hidden - 1):
                 reasons.append(f"the hidden width {sizes.hidden} is no power of two")
-            if self.split * power_of_two(sizes.num_heads) < self.warps:
-                reasons.append(f"{self.warps} warps exceed heads times split")
+            heads, odd = divmod(power_of_two(sizes.num_heads), self.passes)
+            if odd or heads * self.rows // 16 < self.warps:
+                reasons.append(
+                    f"{sizes.num_heads} heads in {self.passes} passes over {self.rows} rows leave "
+                    f"fewer than {self.warps} items, one for each warp"
+                )
         return reasons
 
     def as_dict(self) -> dict[str, Any]:

@@ -70,7 +70,8 @@ def sizes_for(launch: Launch, config: TransformerConfig) -> FusedSizes:
 def new_workspace(launch: Launch, sizes: FusedSizes, device: torch.device | str) -> Workspace:
     """The workspace of ``launch``, empty for the form that needs none."""
     tiles = launch.tiles(sizes)
-    rows = sizes.batch * tiles * launch.rows
+    # Blocks of keys may reach past the last tile.
+    rows = sizes.batch * tiles * launch.rows + launch.keys
     copies, columns = {
         "single": (0, 0),
         "wavefront": (sizes.num_layers, 3 * sizes.heads_width),
@@ -99,9 +100,18 @@ def operands(launch: Launch, sizes: FusedSizes, weights: FusedWeights) -> Operan
         return Operands(
             (weights.qkv, weights.out, weights.ffn_in, weights.ffn_out, *rest), maximum
         )
-    query, *rest_of_qkv = weights.qkv.split([sizes.heads_width, 2 * sizes.heads_width], dim=2)
-    matrices = (query, *rest_of_qkv, weights.out, weights.ffn_in, weights.ffn_out)
-    return Operands((*(fragments(m, launch.warps) for m in matrices), *rest), maximum)
+    query, keys_values = weights.qkv.split([sizes.heads_width, 2 * sizes.heads_width], dim=2)
+    part = sizes.heads_width // launch.passes
+    chunk = min(launch.chunk, sizes.hidden)
+    pieces = (
+        (query, sizes.width),
+        (keys_values, sizes.width),
+        (weights.out, part),
+        (weights.ffn_in, sizes.width),
+        (weights.ffn_out, chunk),
+    )
+    matrices = (fragments(matrix, launch.warps, depth) for matrix, depth in pieces)
+    return Operands((*matrices, *rest), maximum)
 
 
 def steps(
@@ -191,14 +201,22 @@ def _layers(launch, sizes, packed, workspace, x, out, lengths):  # type: ignore[
     tiles = launch.tiles(sizes)
     constants = {**_tiled(launch, sizes, packed, lengths is not x), "CAUSAL": sizes.causal}
     grid = (sizes.batch * tiles,)
-    result = []
-    for layer in range(sizes.num_layers + 1):
-        source = x if layer <= 1 else out
+    last = sizes.num_layers
+
+    def part(layer: int, attend: bool, project: bool) -> Step:
+        # Until the first layer is done, the residual is the input itself.
+        source = x if layer - attend < 1 else out
         tensors = (source, out, *packed.tensors, lengths, workspace.keys)
         scalars = (sizes.batch, sizes.tokens, tiles, layer)
-        ends = {"FIRST": layer == 0, "LAST": layer == sizes.num_layers}
-        step = Step(layer_kernel, grid, tensors, scalars, {**constants, **ends}, launch.options)
-        result.append(step)
+        parts = {"ATTEND": attend, "PROJECT": project, "LAST": layer == last}
+        return Step(layer_kernel, grid, tensors, scalars, {**constants, **parts}, launch.options)
+
+    result = [part(0, False, True)]
+    for layer in range(1, last + 1):
+        if launch.apart and layer < last:
+            result += [part(layer, True, False), part(layer, False, True)]
+        else:
+            result.append(part(layer, True, layer < last))
     return result
 
 
@@ -210,7 +228,9 @@ def _strips(launch, sizes, packed, workspace, x, out, lengths):  # type: ignore[
         "HEAD": sizes.padded_head,
         "STRIPS": power_of_two(strips),
         "KEYS": power_of_two(strips * launch.rows),
-        "SPLIT": launch.split,
+        "PASSES": launch.passes,
+        "QKV_CHUNK": min(launch.qkv_chunk, 2 * sizes.heads_width),
+        "CHUNK": min(launch.chunk, sizes.hidden),
         "WARPS": launch.warps,
         "EARLY": launch.early,
     }

@@ -1,16 +1,19 @@
-"""The whole model in one launch for small batches: a causal wavefront of strips of sixteen rows.
+"""The whole model in one launch for small batches: a causal wavefront of low strips.
 
 As in ``wavefront`` a program owns rows of one sequence through all layers, publishes K and V a
-layer, and waits for the strips before its own; but a strip is one matrix-instruction high, so that
-many programs share a sequence, and the chain of dependent steps is kept short:
+layer, and waits for the strips before its own; but a strip is only one or two matrix instructions
+high, so that many programs share a sequence, and the chain of dependent steps is kept short:
 
-    all heads run at once in three-dimensional products ``[B, 16, .]``, one warp to each batch item;
-    ``B = H * SPLIT``: each head's keys are split into ``SPLIT`` parts, merged after the softmax;
-    weights lie in memory in the order in which the matrix instruction holds its B operand, so they
-    go from memory to registers without passing through shared memory (``fragments`` below).
+    Attention runs in three-dimensional products ``[ITEMS, 16, .]`` with one warp to each item; an
+    item is one head and sixteen of the strip's rows, so no result crosses a warp. With more items
+    than warps the heads are taken in passes.
 
-    h = norm(x);  K, V = h Wk, h Wv -> workspace, flag;  q = h Wq + bq
-    x += (softmax(q k^T) v) Wo + bo;  x += gelu(norm(x) W1 + b1) W2 + b2
+    Weights lie in memory in the order in which the matrix instruction holds its B operand, so they
+    go from memory to registers without passing through shared memory (``fragments`` below), and
+    each is asked for while the product before it runs (``EARLY``).
+
+    h = norm(x);  K, V = h Wk, h Wv -> workspace, flag;  for each pass of heads:  q = h Wq + bq,
+    x += softmax(q k^T) v Wo;  for each chunk:  x += gelu(norm(x) W1 + b1) W2
 """
 
 from __future__ import annotations
@@ -19,31 +22,44 @@ import torch
 import triton
 import triton.language as tl
 
-from fastlayer.kernels.primitives import await_tiles, finish, gelu, normalise, publish
+from fastlayer.kernels.primitives import (
+    await_tiles,
+    finish,
+    gelu,
+    normalise,
+    publish,
+    reciprocal,
+)
 
-STRIP = 16
 
-
-def fragments(matrices: torch.Tensor, warps: int) -> torch.Tensor:
-    """``[L, K, N]`` float16 to ``[L, K * N]`` in the order ``_fragment`` reads.
+def fragments(matrices: torch.Tensor, warps: int, depth: int) -> torch.Tensor:
+    """``[L, K, N]`` float16 to ``[L, K * N]``, in pieces of ``depth`` rows of K, as ``_product`` reads.
 
     A 16x8 B operand of mma.m16n8k16 gives lane ``4 n + q`` the elements ``k = 8 h + 2 q + p`` for
     h, p in 0..1 (PTX ISA, matrix fragments). Two such operands along K make sixteen bytes a lane;
-    warps stand side by side along N.
+    warps stand side by side along N, so a piece of whole columns is contiguous too.
     """
     layers, k, n = matrices.shape
     side = min(warps, n // 8)
-    split = matrices.reshape(layers, k // 32, 2, 2, 4, 2, n // (8 * side), side, 8)
-    #                        0       1        2  3  4  5  6               7     8
-    return split.permute(0, 6, 1, 7, 8, 4, 2, 3, 5).reshape(layers, k * n).contiguous()
+    split = matrices.reshape(
+        layers, k // depth, depth // 32, 2, 2, 4, 2, n // (8 * side), side, 8
+    )  # 0       1           2           3  4  5  6        7          8    9
+    order = (0, 1, 7, 2, 8, 9, 5, 3, 4, 6)
+    return split.permute(order).reshape(layers, k * n).contiguous()
 
 
 @triton.jit
-def _fragment(flat, K: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr):
-    """The matrix ``[K, N]`` that ``fragments`` laid down as ``flat [K * N]``."""
+def _piece(ptr, index, SIZE: tl.constexpr):
+    return tl.load(ptr + index * SIZE + tl.arange(0, SIZE))
+
+
+@triton.jit
+def _product(a, flat, acc, K: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr):
+    """``a [R, K]`` times the piece ``[K, N]`` that ``fragments`` laid down as ``flat``, plus acc."""
     SIDE: tl.constexpr = WARPS if WARPS * 8 <= N else N // 8
     split = tl.reshape(flat, [N // (8 * SIDE), K // 32, SIDE, 8, 4, 2, 2, 2])
-    return tl.reshape(tl.permute(split, (1, 5, 6, 4, 7, 0, 2, 3)), [K, N])
+    b = tl.reshape(tl.permute(split, (1, 5, 6, 4, 7, 0, 2, 3)), [K, N])
+    return tl.dot(a, b, acc)
 
 
 @triton.jit
@@ -52,21 +68,26 @@ def strips_kernel(
     length_ptr, keys_ptr, flag_ptr, batch, tokens, strips,
     D: tl.constexpr, W: tl.constexpr, H: tl.constexpr, HEAD: tl.constexpr, F: tl.constexpr,
     LAYERS: tl.constexpr, LENGTHS: tl.constexpr, STRIPS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr, MAXIMUM: tl.constexpr,
-    EXACT_GELU: tl.constexpr, EARLY: tl.constexpr,
+    KEYS: tl.constexpr, PASSES: tl.constexpr, QKV_CHUNK: tl.constexpr, CHUNK: tl.constexpr,
+    WARPS: tl.constexpr, MAXIMUM: tl.constexpr, EXACT_GELU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """See the module. ``H`` heads of ``HEAD`` columns, both powers of two; ``KEYS >= tokens``."""
     G: tl.constexpr = H * HEAD
-    ITEMS: tl.constexpr = H * SPLIT
-    PART: tl.constexpr = KEYS // SPLIT
+    HEIGHT: tl.constexpr = ROWS // 16
+    HEADS: tl.constexpr = H // PASSES
+    PART: tl.constexpr = HEADS * HEAD
+    ITEMS: tl.constexpr = HEADS * HEIGHT
+    KV_PIECE: tl.constexpr = W * QKV_CHUNK
+    HEAD_PIECE: tl.constexpr = W * PART
+    FFN_PIECE: tl.constexpr = W * CHUNK
     pid = tl.program_id(0)
     sequence = pid // strips
     strip = pid % strips
     rows = tl.arange(0, ROWS)
     cols = tl.arange(0, W)
-    columns = tl.arange(0, G)
-    both = tl.arange(0, 2 * G)
-    hidden = tl.arange(0, F)
+    part = tl.arange(0, PART)
+    chunk = tl.arange(0, CHUNK)
+    qkv_chunk = tl.arange(0, QKV_CHUNK)
     slots = tl.arange(0, STRIPS)
     position = strip * ROWS + rows
     inside = position < tokens
@@ -83,98 +104,110 @@ def strips_kernel(
     start = tl.load(flags + strip)
     stride = (batch * strips * ROWS).to(tl.int64) * (2 * G)
     keys = keys_ptr + (sequence * strips * ROWS).to(tl.int64) * (2 * G)
-    own = (strip * ROWS + rows)[:, None] * (2 * G) + both[None, :]
+    own = (strip * ROWS + rows)[:, None] * (2 * G) + qkv_chunk[None, :]
 
     item = tl.arange(0, ITEMS)
-    part = tl.arange(0, PART)
+    key = tl.arange(0, KEYS)
     head = tl.arange(0, HEAD)
-    key = (item % SPLIT)[:, None] * PART + part[None, :]
     reachable = key < (strip + 1) * ROWS
-    key_offsets = key * (2 * G) + (item // SPLIT * HEAD)[:, None]
-    k_offsets = key_offsets[:, None, :] + head[None, :, None]
-    v_offsets = key_offsets[:, :, None] + head[None, None, :]
-    visible = position[None, :, None] >= key[:, None, :]
+    of_item = item // HEIGHT * HEAD
+    k_offsets = of_item[:, None, None] + head[None, :, None] + (key * (2 * G))[None, None, :]
+    v_offsets = of_item[:, None, None] + (key * (2 * G))[None, :, None] + head[None, None, :]
+    row_of_item = strip * ROWS + (item % HEIGHT * 16)[:, None] + tl.arange(0, 16)[None, :]
+    visible = row_of_item[:, :, None] >= key[None, None, :]
 
     layers = tl.where(strip * ROWS < length, LAYERS, 0)
     served = True
-    wide = tl.arange(0, 2 * W * G)
-    square = tl.arange(0, W * G)
-    oblong = tl.arange(0, W * F)
-    # With EARLY, weights are asked for a stage or two before their use, at the price of registers.
     if EARLY:
-        kv_flat = tl.load(wkv_ptr + wide)
+        ahead = _piece(wkv_ptr, 0, KV_PIECE)
     for layer in tl.range(0, layers, num_stages=1):
         bias = bias_ptr + layer * (G + 2 * W + F)
         here = keys + layer * stride
-        if EARLY:
-            wq_flat = tl.load(wq_ptr + layer * (W * G) + square)
-        else:
-            kv_flat = tl.load(wkv_ptr + layer * (2 * W * G) + wide)
-        bq = tl.load(bias + columns)
+        wkv = wkv_ptr + layer * (2 * W * G)
+        wq = wq_ptr + layer * (W * G)
+        wo = wo_ptr + layer * (W * G)
+        w1 = w1_ptr + layer * (W * F)
+        w2 = w2_ptr + layer * (W * F)
         bo = tl.load(bias + G + cols)
-        b1 = tl.load(bias + G + W + hidden)
         b2 = tl.load(bias + G + W + F + cols)
         h = normalise(x, D).to(tl.float16)
-        kv = tl.dot(h, _fragment(kv_flat, W, 2 * G, WARPS)).to(tl.float16)
-        if EARLY:
-            wo_flat = tl.load(wo_ptr + layer * (W * G) + square)
-        else:
-            wq_flat = tl.load(wq_ptr + layer * (W * G) + square)
-        tl.store(here + own, kv)
+        for c in tl.static_range(2 * G // QKV_CHUNK):
+            if EARLY:
+                now = ahead
+                if c + 1 < 2 * G // QKV_CHUNK:
+                    ahead = _piece(wkv, c + 1, KV_PIECE)
+                else:
+                    ahead = _piece(wq, 0, HEAD_PIECE)
+            else:
+                now = _piece(wkv, c, KV_PIECE)
+            zero = tl.zeros([ROWS, QKV_CHUNK], tl.float32)
+            kv = _product(h, now, zero, W, QKV_CHUNK, WARPS)
+            tl.store(here + own + c * QKV_CHUNK, kv.to(tl.float16))
         publish(flags + strip, start + layer + 1)
 
-        q = (tl.dot(h, _fragment(wq_flat, W, G, WARPS)) + bq[None, :]).to(tl.float16)
-        q = tl.permute(tl.reshape(q, [ROWS, H, HEAD]), (1, 0, 2))
-        if SPLIT > 1:
-            q = tl.reshape(
-                tl.broadcast_to(q[:, None, :, :], [H, SPLIT, ROWS, HEAD]), [ITEMS, ROWS, HEAD]
-            )
-        if EARLY:
-            w1_flat = tl.load(w1_ptr + layer * (W * F) + oblong)
-        served &= await_tiles(flags + slots, slots < strip, start + layer + 1)
-        k = tl.load(
-            here + k_offsets, mask=reachable[:, None, :], other=0.0, cache_modifier=".cg"
-        )
-        v = tl.load(
-            here + G + v_offsets, mask=reachable[:, :, None], other=0.0, cache_modifier=".cg"
-        )
-        s = tl.where(visible, tl.dot(q, k), float("-inf"))
-        if MAXIMUM:
-            # A part may hold no visible key: its maximum stays finite, its sum zero.
-            m = tl.maximum(tl.max(s, axis=2), -1e30)
-            p = tl.exp2(s - m[:, :, None])
-        else:
-            p = tl.exp2(s)
-        total = tl.sum(p, axis=2)
-        o = tl.dot(p.to(tl.float16), v)
-        if EARLY:
-            w2_flat = tl.load(w2_ptr + layer * (W * F) + oblong)
-        else:
-            wo_flat = tl.load(wo_ptr + layer * (W * G) + square)
-        if SPLIT > 1:
-            total = tl.reshape(total, [H, SPLIT, ROWS])
-            o = tl.reshape(o, [H, SPLIT, ROWS, HEAD])
+        x += bo[None, :]
+        for p in tl.static_range(PASSES):
+            if EARLY:
+                now = ahead
+                ahead = _piece(wo, p, HEAD_PIECE)
+            else:
+                now = _piece(wq, p, HEAD_PIECE)
+            bq = tl.load(bias + p * PART + part)
+            zero = tl.zeros([ROWS, PART], tl.float32) + bq[None, :]
+            q = _product(h, now, zero, W, PART, WARPS).to(tl.float16)
+            q = tl.permute(tl.reshape(q, [HEIGHT, 16, HEADS, HEAD]), (2, 0, 1, 3))
+            q = tl.reshape(q, [ITEMS, 16, HEAD])
+            if p == 0:
+                served &= await_tiles(flags + slots, slots < strip, start + layer + 1)
+            k = tl.load(
+                here + p * PART + k_offsets, mask=reachable[None, None, :], other=0.0,
+                cache_modifier=".cg",
+            )  # fmt: skip
+            v = tl.load(
+                here + G + p * PART + v_offsets, mask=reachable[None, :, None], other=0.0,
+                cache_modifier=".cg",
+            )  # fmt: skip
+            s = tl.where(visible, tl.dot(q, k), float("-inf"))
             if MAXIMUM:
-                m = tl.reshape(m, [H, SPLIT, ROWS])
-                shrink = tl.exp2(m - tl.max(m, axis=1)[:, None, :])
-                total *= shrink
-                o *= shrink[:, :, :, None]
-            total = tl.sum(total, axis=1)
-            o = tl.sum(o, axis=1)
-        o = (o * (1.0 / total)[:, :, None]).to(tl.float16)
-        o = tl.reshape(tl.permute(o, (1, 0, 2)), [ROWS, G])
-        x = tl.dot(o, _fragment(wo_flat, G, W, WARPS), x + bo[None, :])
+                e = tl.exp2(s - tl.max(s, axis=2)[:, :, None])
+            else:
+                e = tl.exp2(s)
+            total = tl.sum(e, axis=2)
+            o = tl.dot(e.to(tl.float16), v)
+            o = (o * reciprocal(total)[:, :, None]).to(tl.float16)
+            o = tl.permute(tl.reshape(o, [HEADS, HEIGHT, 16, HEAD]), (1, 2, 0, 3))
+            o = tl.reshape(o, [ROWS, PART])
+            if EARLY:
+                now = ahead
+                if p + 1 < PASSES:
+                    ahead = _piece(wq, p + 1, HEAD_PIECE)
+                else:
+                    ahead = _piece(w1, 0, FFN_PIECE)
+            else:
+                now = _piece(wo, p, HEAD_PIECE)
+            x = _product(o, now, x, PART, W, WARPS)
 
-        if EARLY:
-            following = tl.minimum(layer + 1, LAYERS - 1)
-            kv_flat = tl.load(wkv_ptr + following * (2 * W * G) + wide)
-        else:
-            w1_flat = tl.load(w1_ptr + layer * (W * F) + oblong)
         h = normalise(x, D).to(tl.float16)
-        g = gelu(tl.dot(h, _fragment(w1_flat, W, F, WARPS)) + b1[None, :], EXACT_GELU)
-        if not EARLY:
-            w2_flat = tl.load(w2_ptr + layer * (W * F) + oblong)
-        x = tl.dot(g.to(tl.float16), _fragment(w2_flat, F, W, WARPS), x + b2[None, :])
+        x += b2[None, :]
+        for c in tl.static_range(F // CHUNK):
+            if EARLY:
+                now = ahead
+                ahead = _piece(w2, c, FFN_PIECE)
+            else:
+                now = _piece(w1, c, FFN_PIECE)
+            b1 = tl.load(bias + G + W + c * CHUNK + chunk)
+            zero = tl.zeros([ROWS, CHUNK], tl.float32) + b1[None, :]
+            g = gelu(_product(h, now, zero, W, CHUNK, WARPS), EXACT_GELU).to(tl.float16)
+            if EARLY:
+                now = ahead
+                if c + 1 < F // CHUNK:
+                    ahead = _piece(w1, c + 1, FFN_PIECE)
+                else:
+                    following = tl.minimum(layer + 1, LAYERS - 1)
+                    ahead = _piece(wkv_ptr + following * (2 * W * G), 0, KV_PIECE)
+            else:
+                now = _piece(w2, c, FFN_PIECE)
+            x = _product(g, now, x, CHUNK, W, WARPS)
     if layers == 0:
         publish(flags + strip, start + LAYERS)
     x = tl.where(served, x, float("nan"))

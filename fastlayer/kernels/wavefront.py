@@ -23,6 +23,7 @@ from fastlayer.kernels.primitives import (
     finish,
     normalise,
     publish,
+    reciprocal,
     softmax_step,
     softmax_whole,
 )
@@ -47,57 +48,89 @@ def project(
 
 
 @triton.jit
-def attend(
-    q, k_ptr, v_ptr, tile, own, limit,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, ONCE: tl.constexpr, CAUSAL: tl.constexpr, MAXIMUM: tl.constexpr,
-    STAGES: tl.constexpr,
+def attend_once(
+    x, sequence_ptr, wo_ptr, tile, limit,
+    W: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    G: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    MAXIMUM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``softmax(q k^T) v [ROWS, GROUP]`` of the head whose columns ``own [GROUP]`` selects.
+    """``x + softmax(q k^T) v Wo`` where all keys below ``limit`` fit one block of ``KEYS``."""
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, W)
+    head = tl.arange(0, GROUP)
+    keys = tl.arange(0, KEYS)
+    there = keys < limit
+    q_ptrs = sequence_ptr + rows[:, None] * (3 * G) + head[None, :]
+    k_ptrs = sequence_ptr + G + keys[None, :] * (3 * G) + head[:, None]
+    v_ptrs = sequence_ptr + 2 * G + keys[:, None] * (3 * G) + head[None, :]
+    for g in tl.range(0, GROUPS, num_stages=STAGES):
+        column = g * GROUP
+        q = tl.load(q_ptrs + column, cache_modifier=".cg")
+        k = tl.load(k_ptrs + column, mask=there[None, :], other=0.0, cache_modifier=".cg")
+        v = tl.load(v_ptrs + column, mask=there[:, None], other=0.0, cache_modifier=".cg")
+        w = tl.load(wo_ptr + (column + head)[:, None] * W + cols[None, :])
+        o = tl.zeros([ROWS, GROUP], tl.float32)
+        for i in tl.static_range(HEADS):
+            own = (head // (GROUP // HEADS) == i)[None, :]
+            query = q
+            if HEADS > 1:
+                query = tl.where(own, q, 0.0)
+            visible = there[None, :]
+            if CAUSAL:
+                visible = rows[:, None] >= keys[None, :]
+            s = tl.where(visible, tl.dot(query, k), float("-inf"))
+            o = tl.where(own, softmax_whole(s, v, MAXIMUM), o)
+        x = tl.dot(o.to(tl.float16), w, x)
+    return x
 
-    ``k_ptr``, ``v_ptr`` point to a sequence's first key, ``[., GROUP]`` with rows ``3 G`` apart.
-    Keys from ``limit`` on are invisible. With ``ONCE`` all keys lie within the first ``KEYS``.
+
+@triton.jit
+def attend_blocks(
+    x, sequence_ptr, wo_ptr, tile, limit,
+    W: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    G: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    MAXIMUM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``x + softmax(q k^T) v Wo`` over blocks of ``KEYS`` keys, of which the last needs a mask.
+
+    One loop runs through the blocks of all heads, so that the loads of a head's first blocks are
+    under way while the head before it ends. Blocks reach past ``limit`` into finite memory.
     """
     rows = tile * ROWS + tl.arange(0, ROWS)
-    keys = tl.arange(0, KEYS)
+    cols = tl.arange(0, W)
     head = tl.arange(0, GROUP)
-    if HEADS > 1:
-        q = tl.where(own[None, :], q, 0.0)
-    k_ptrs = k_ptr + keys[None, :] * (3 * G) + head[:, None]
-    v_ptrs = v_ptr + keys[:, None] * (3 * G) + head[None, :]
-    if ONCE:
-        k = tl.load(k_ptrs, mask=(keys < limit)[None, :], other=0.0, cache_modifier=".cg")
-        v = tl.load(v_ptrs, mask=(keys < limit)[:, None], other=0.0, cache_modifier=".cg")
-        s = tl.dot(q, k)
-        visible = (keys < limit)[None, :]
-        if CAUSAL:
-            visible = rows[:, None] >= keys[None, :]
-        return softmax_whole(tl.where(visible, s, float("-inf")), v, MAXIMUM)
+    keys = tl.arange(0, KEYS)
+    q_ptrs = sequence_ptr + rows[:, None] * (3 * G) + head[None, :]
+    k_ptrs = sequence_ptr + G + keys[None, :] * (3 * G) + head[:, None]
+    v_ptrs = sequence_ptr + 2 * G + keys[:, None] * (3 * G) + head[None, :]
+    blocks = (limit + KEYS - 1) // KEYS
     m = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, GROUP], tl.float32)
-    # Blocks that every row of the tile sees whole need no mask.
-    whole = limit // KEYS * KEYS
-    if CAUSAL:
-        whole = tile * ROWS // KEYS * KEYS
-    for start in tl.range(0, whole, KEYS, num_stages=STAGES):
-        k = tl.load(k_ptrs + start * (3 * G), cache_modifier=".cg")
-        v = tl.load(v_ptrs + start * (3 * G), cache_modifier=".cg")
-        m, total, acc = softmax_step(tl.dot(q, k), m, total, acc, v, MAXIMUM)
-    if whole < limit:
-        there = whole + keys < limit
-        k = tl.load(
-            k_ptrs + whole * (3 * G), mask=there[None, :], other=0.0, cache_modifier=".cg"
-        )
-        v = tl.load(
-            v_ptrs + whole * (3 * G), mask=there[:, None], other=0.0, cache_modifier=".cg"
-        )
-        visible = there[None, :]
-        if CAUSAL:
-            visible = rows[:, None] >= (whole + keys)[None, :]
-        s = tl.where(visible, tl.dot(q, k), float("-inf"))
-        m, total, acc = softmax_step(s, m, total, acc, v, MAXIMUM)
-    return acc * (1.0 / total)[:, None]
+    for i in tl.range(0, GROUPS * HEADS * blocks, num_stages=STAGES):
+        block = i % blocks
+        column = i // blocks // HEADS * GROUP
+        start = block * KEYS
+        q = tl.load(q_ptrs + column, cache_modifier=".cg")
+        k = tl.load(k_ptrs + start * (3 * G) + column, cache_modifier=".cg")
+        v = tl.load(v_ptrs + start * (3 * G) + column, cache_modifier=".cg")
+        w = tl.load(wo_ptr + (column + head)[:, None] * W + cols[None, :])
+        if HEADS > 1:
+            own = (head // (GROUP // HEADS) == i // blocks % HEADS)[None, :]
+            q = tl.where(own, q, 0.0)
+        s = tl.dot(q, k)
+        if block == blocks - 1:
+            if CAUSAL:
+                s = tl.where(rows[:, None] >= (start + keys)[None, :], s, float("-inf"))
+            else:
+                s = tl.where((start + keys < limit)[None, :], s, float("-inf"))
+        m, total, acc = softmax_step(s, m, total, acc, v, block > 0, MAXIMUM)
+        if block == blocks - 1:
+            o = acc * reciprocal(total)[:, None]
+            if HEADS > 1:
+                o = tl.where(own, o, 0.0)
+            x = tl.dot(o.to(tl.float16), w, x)
+    return x
 
 
 @triton.jit
@@ -108,26 +141,15 @@ def add_attention(
     CAUSAL: tl.constexpr, MAXIMUM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``x + attention``, bias apart, from the Q, K, V stored at ``sequence_ptr [., 3 G]``."""
-    rows = tl.arange(0, ROWS)
-    cols = tl.arange(0, W)
-    head = tl.arange(0, GROUP)
-    q_ptrs = sequence_ptr + (tile * ROWS + rows)[:, None] * (3 * G) + head[None, :]
-    for g in tl.range(0, GROUPS, num_stages=STAGES if ONCE else 1):
-        column = g * GROUP
-        q = tl.load(q_ptrs + column, cache_modifier=".cg")
-        w = tl.load(wo_ptr + (column + head)[:, None] * W + cols[None, :])
-        k_ptr = sequence_ptr + G + column
-        v_ptr = sequence_ptr + 2 * G + column
-        o = tl.zeros([ROWS, GROUP], tl.float32)
-        for i in tl.static_range(HEADS):
-            own = head // (GROUP // HEADS) == i
-            part = attend(
-                q, k_ptr, v_ptr, tile, own, limit,
-                GROUP, HEADS, G, ROWS, KEYS, ONCE, CAUSAL, MAXIMUM, STAGES,
-            )  # fmt: skip
-            o = tl.where(own[None, :], part, o)
-        x = tl.dot(o.to(tl.float16), w, x)
-    return x
+    if ONCE:
+        return attend_once(
+            x, sequence_ptr, wo_ptr, tile, limit,
+            W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, CAUSAL, MAXIMUM, STAGES,
+        )  # fmt: skip
+    return attend_blocks(
+        x, sequence_ptr, wo_ptr, tile, limit,
+        W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, CAUSAL, MAXIMUM, STAGES,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -203,15 +225,15 @@ def layer_kernel(
     keys_ptr, batch, tokens, tiles, layer,
     D: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     HEADS: tl.constexpr, G: tl.constexpr, F: tl.constexpr, LAYERS: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr,
+    ATTEND: tl.constexpr, PROJECT: tl.constexpr, LAST: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ONCE: tl.constexpr, QKV_CHUNK: tl.constexpr,
     CHUNK: tl.constexpr, MAXIMUM: tl.constexpr, EXACT_GELU: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One launch a layer, where tiles cannot wait on one another (full attention) or need not.
+    """A part of one layer, where tiles cannot wait on one another (full attention) or need not.
 
-    Launch ``layer`` in 0..L finishes layer ``layer - 1`` and projects Q, K, V of ``layer``; launch 0
-    (``FIRST``) only projects, launch L (``LAST``) only finishes and normalises. The residual lies in
-    ``state_ptr [batch, tokens, D]``, which is the output in the end; ``keys_ptr`` is
+    ``ATTEND`` finishes layer ``layer - 1`` from its Q, K, V; ``PROJECT`` stores those of ``layer``;
+    ``LAST`` normalises instead. The residual is read at ``x_ptr`` and, where it changed, left in
+    ``state_ptr``, both ``[batch, tokens, D]``; the latter is the output in the end. ``keys_ptr`` is
     ``[2, batch, tiles * ROWS, 3 G]``, written and read alternately.
     """
     pid = tl.program_id(0)
@@ -232,7 +254,7 @@ def layer_kernel(
     x = tl.load(x_ptr + base + offsets, mask=live[:, None] & real, other=0.0)
     stride = (batch * tiles * ROWS).to(tl.int64) * (3 * G)
     keys = keys_ptr + (sequence * tiles * ROWS).to(tl.int64) * (3 * G)
-    if not FIRST:
+    if ATTEND:
         done = layer - 1
         bias = bias_ptr + done * (G + 2 * W + F)
         limit = tl.maximum(length, 1)
@@ -252,11 +274,11 @@ def layer_kernel(
     keep = inside[:, None] & real
     if LAST:
         finish(x, out, keep, live, final_ptr, D, W)
-    else:
+    elif ATTEND:
+        tl.store(out, x, mask=keep)
+    if PROJECT:
         q_bias = bias_ptr + layer * (G + 2 * W + F)
         project(
             x, keys + (layer % 2) * stride + tile * (ROWS * 3 * G),
             qkv_ptr + layer * (3 * W * G), q_bias, D, W, G, ROWS, QKV_CHUNK, STAGES,
         )  # fmt: skip
-        if not FIRST:
-            tl.store(out, x, mask=keep)

@@ -39,7 +39,7 @@ def _model(b: int, n: int, d: int, h: int, f: int, causal: bool = True) -> Trans
 _SINGLE = Launch("single", rows=64)
 _TILES = Launch("wavefront", rows=32, keys=64, qkv_chunk=32, chunk=32)
 _LAYERS = replace(_TILES, form="layers")
-_STRIPS = Launch("strips", rows=16, split=2, warps=4)
+_STRIPS = Launch("strips", rows=16, qkv_chunk=32, chunk=32)
 
 #: The regimes of the disclosed shapes, reduced: heads of 8, 16, 32 and 64 columns, one head, tiles
 #: that a sequence fills and that it does not, several sequences a tile, keys in one and more blocks.
@@ -57,10 +57,15 @@ CHECKS: dict[str, Check] = {
     ),
     "layers": Check(_model(2, 100, 32, 2, 32), _LAYERS),
     "layers, full, heads of 8": Check(_model(3, 150, 32, 4, 32, False), _LAYERS, padded=True),
-    "strips": Check(_model(2, 64, 32, 4, 32), replace(_STRIPS, split=1), padded=True),
-    "strips, split keys, ragged": Check(_model(2, 37, 64, 2, 128), replace(_STRIPS, split=4, warps=8)),
+    "layers, projected apart": Check(
+        _model(2, 100, 32, 4, 32), replace(_LAYERS, apart=True), padded=True
+    ),
+    "strips": Check(_model(2, 64, 32, 4, 32), _STRIPS, padded=True),
+    "strips, two passes, ragged": Check(
+        _model(2, 37, 64, 4, 128), replace(_STRIPS, rows=32, passes=2)
+    ),
     "strips, no maximum, late weights": Check(
-        _model(3, 32, 32, 2, 32), replace(_STRIPS, early=False), padded=True, maximum=False
+        _model(3, 32, 32, 2, 32), replace(_STRIPS, early=False, warps=2), padded=True, maximum=False
     ),
 }  # fmt: skip
 
