@@ -84,8 +84,8 @@ def _exp(logarithm: float) -> float:
 
 
 def _fraction(logarithm: float) -> float:
-    """A logarithm as the fraction above 1: 0.0953 -> 0.1."""
-    return float(np.expm1(np.clip(logarithm, -LOG_LIMIT, LOG_LIMIT)))
+    """A logarithm, zero or more, as the fraction above 1: 0.0953 -> 0.1."""
+    return float(np.expm1(min(logarithm, LOG_LIMIT)))
 
 
 def _level(confidence: float, extensions: int) -> float:
@@ -236,7 +236,7 @@ def _warnings(samples: PairedSamples, usable: Quads) -> list[str]:
     halves = sum(samples.kept()) - 2 * quads
     if halves:
         found.append(f"{halves} kept pairs had lost the other half of their quad and were left out")
-    quarter = max(1, quads // 2)
+    quarter = quads // 2  # pairs: half a quad each
     first = float(np.median(usable.reference_s[:quarter]))
     last = float(np.median(usable.reference_s[-quarter:]))
     drift = max(first, last) / min(first, last) - 1

@@ -89,7 +89,10 @@ class TestOnItsOwn:
         assert judged(case(timing()), baseline(), required).verdict is Verdict.PASS
         red = judged(busy, baseline(), required)
         assert red.verdict is Verdict.INCONCLUSIVE
-        assert red.reason.startswith("3 other processes used the device while 2.00x [2.00, 2.00]")
+        assert red.reason == (
+            "3 other processes used the device while 2.00x [2.00, 2.00] was measured: stop them, "
+            "or drop --fastlayer-require-quiet"
+        )
 
 
 class TestNoSpeedWithoutAPass:
@@ -115,7 +118,10 @@ class TestNoSpeedWithoutAPass:
     def test_accuracy_not_measured_is_incorrect(self) -> None:
         got = judged(case(accuracy=None))
         assert got.verdict is Verdict.INCORRECT
-        assert got.reason.startswith("accuracy was not measured: compare at least one trial")
+        assert got.reason == (
+            "accuracy was not measured: compare at least one trial, an unchecked result has no "
+            "speed"
+        )
 
     def test_dishonest_goes_before_incorrect_and_says_what_it_did(self) -> None:
         probes = (
@@ -229,6 +235,29 @@ class TestAgainstBaseline:
         assert same.comparison is not None
         assert same.comparison.changed_since == ()
 
+    def test_every_change_is_named(self) -> None:
+        newer = SOFTWARE.model_copy(update={"torch": "2.14.0", "python": "3.12.0"})
+        got = judged(case(timing(1.9)), baseline(), software=newer)
+        assert "; changed since: python 3.11.9 -> 3.12.0, torch 2.13.0 -> 2.14.0): find" in (
+            got.reason
+        )
+
+    def test_percents_and_missing_intervals_in_words(self) -> None:
+        got = judged(case(timing(2.0, ci=None, floor=0.25)))
+        assert got.reason.startswith("the speedup 2.00x clears 1.250x (floor 25.0%); nothing")
+
+    def test_a_comparison_from_an_earlier_judgement_does_not_survive(self) -> None:
+        """A record judged before and now without a figure must not keep the old ratio."""
+        earlier = judged(case(timing()), baseline()).comparison
+        for now in (
+            case(comparison=earlier),
+            case(accuracy=accuracy(1), comparison=earlier),
+            case(timing(), comparison=earlier),
+        ):
+            assert judged(now).comparison is None
+        failed = judge_failure(case(comparison=earlier), NoUsablePairsError("all dropped"))
+        assert failed.comparison is None
+
     def test_a_wide_interval_is_no_regression(self) -> None:
         assert judged(case(timing(1.9, 0.05)), baseline()).verdict is Verdict.PASS
 
@@ -315,6 +344,12 @@ class TestMemory:
         now, then = (blank, case(timing())) if side == "now" else (case(timing()), blank)
         assert judged(now, baseline(stored=then)).verdict is Verdict.PASS
 
+    def test_zero_is_a_figure(self) -> None:
+        """A candidate that allocated nothing, once or now, is judged like any other."""
+        stored = case(timing(), peak_mib=PeakMemory(candidate=900))
+        got = judged(case(timing(), peak_mib=PeakMemory(candidate=0)), baseline(stored=stored))
+        assert got.verdict is Verdict.PASS
+
     def test_policy_and_reason(self) -> None:
         now = case(timing(), peak_mib=PeakMemory(candidate=130))
         policy = Policy(memory_tolerance=0.25, memory_slack_mib=3)
@@ -369,7 +404,10 @@ class TestComparability:
         assert got.verdict is Verdict.STALE_BASELINE
         assert f"baselines/h200.json was stored for another {said}: restore" in got.reason
         assert got.reason.startswith("the speedup 2.00x [2.00, 2.00] clears 1.010x (floor 1.0%); ")
-        assert "--fastlayer-accept=case" in got.reason
+        assert got.reason.endswith(
+            ": restore what changed, or accept it with --fastlayer-update-baseline and "
+            "--fastlayer-accept=case"
+        )
         assert got.comparison is None
         assert got.timing is not None
 
@@ -434,10 +472,15 @@ class TestComparability:
         empty = judged(case(timing()))
         assert empty.verdict is Verdict.NO_BASELINE
         assert "nothing is stored at baselines/h200.json: store this run" in empty.reason
-        assert "at the baseline: store" in judged(case(timing()), baseline_path="").reason
+        assert (
+            "at the baseline: store"
+            in judge(case(timing()), None, name="case", device=H200, policy=Policy()).reason
+        )
         other = judged(case(timing()), baseline(name="another"))
         assert other.verdict is Verdict.NO_BASELINE
-        assert "holds 1 cases, not this one: add it" in other.reason
+        assert other.reason.endswith(
+            "holds 1 cases, not this one: add it with --fastlayer-update-baseline"
+        )
         untimed = judged(case(timing()), baseline(stored=case()))
         assert untimed.verdict is Verdict.NO_BASELINE
         assert "holds 1 cases, no timing of this one: add it" in untimed.reason
@@ -603,8 +646,16 @@ class TestPolicy:
         ],
     )
     def test_nonsense_is_refused_by_name(self, field: str, value: float) -> None:
-        with pytest.raises(ValueError, match=rf"^{field} is {value}: expected "):
+        expected = {
+            "alpha": "a fraction between 0 and 1, such as 0.05",
+            "min_speedup": "a positive ratio, such as 1.0",
+            "memory_tolerance": "a fraction, such as 0.02",
+            "memory_slack_mib": "MiB, zero or more",
+            "family_size": "the number of timed cases, at least 1",
+        }
+        with pytest.raises(ValueError, match="expected") as caught:
             Policy(**{field: value})
+        assert str(caught.value) == f"{field} is {value}: expected {expected[field]}"
 
     def test_edges_are_fine(self) -> None:
         Policy(memory_tolerance=0, memory_slack_mib=0, family_size=1, alpha=0.999)

@@ -121,9 +121,10 @@ def test_a_part_made_anew_agrees_with_the_table(stream: Stream) -> None:
 
 
 def test_the_same_seed_gives_the_same_part() -> None:
-    first, second = (calibrate.calibrate(STREAMS[-1], 10, seed=7) for _ in range(2))
+    noisy = STREAMS[1]
+    first, second = (calibrate.calibrate(noisy, 10, seed=7) for _ in range(2))
     assert (first.alarms, first.found, first.floors) == (second.alarms, second.found, second.floors)
-    assert first.floors != calibrate.calibrate(STREAMS[-1], 10, seed=8).floors
+    assert first.floors != calibrate.calibrate(noisy, 10, seed=8).floors
 
 
 def test_extending_until_it_suits_does_not_make_a_claim_true() -> None:

@@ -16,7 +16,11 @@ from pytest_fastlayer.samples import NoUsablePairsError, UnresolvableError, usab
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("candidate_s", (1.0,), r"candidate_s has 1 entries but reference_s has 4"),
+        (
+            "candidate_s",
+            (1.0,),
+            r"candidate_s has 1 entries but reference_s has 4: give one entry per pair in each$",
+        ),
         ("order", ("AB",), r"order has 1 entries but reference_s has 4"),
         ("keep", (True,) * 5, r"keep has 5 entries but reference_s has 4"),
         ("order", ("AB", "BA", "AA", "BA"), r"order\[2\] is 'AA': expected \"AB\" or \"BA\""),
@@ -79,7 +83,9 @@ def test_all_dropped_is_an_error_with_its_reason() -> None:
     message = str(caught.value)
     assert message.startswith("0 whole AB/BA quads are usable, at least 2 are needed: 20 of 20")
     assert "(clock moved from 1980 to 345 MHz; thermal slowdown)" in message
-    assert "lock the device's clocks" in message
+    assert message.endswith(
+        "; lock the device's clocks, let it cool, stop other work on it, or measure more pairs"
+    )
     assert caught.value.verdict is Verdict.INCONCLUSIVE
 
 
@@ -103,6 +109,18 @@ def test_one_zero_among_long_blocks_is_unresolvable() -> None:
     paired = replace(whole, reference_s=(0.0, *whole.reference_s[1:]))
     with pytest.raises(UnresolvableError, match=r"of the reference .*\(shortest 0 s\)"):
         usable_quads(paired)
+
+
+def test_unresolvable_says_block_and_timer_in_seconds() -> None:
+    whole = samples([0.0] * 4, candidate_s=1e-6, forwards=(40, 4), resolution_s=1e-6)
+    paired = replace(whole, candidate_s=(1e-6, 1e-6, 1e-6, 5e-7))
+    with pytest.raises(UnresolvableError) as caught:
+        usable_quads(paired)
+    assert str(caught.value) == (
+        "a block of 4 forwards of the candidate lasts 4e-06 s (shortest 2e-06 s) on a timer with "
+        "steps of 1e-06 s: expected at least 20 steps; batch more forwards into a block (a larger "
+        "block_ms) or time a larger workload"
+    )
 
 
 def test_the_block_counts_not_the_forward() -> None:

@@ -88,6 +88,42 @@ class TestRecord:
         assert got.forwards_per_block.candidate == 50
         assert got.min_detectable_effect == minimum_detectable_effect(got)
 
+    def test_defaults(self) -> None:
+        paired, control = noisy(250), noisy(250, speedup=1.0, seed=9)
+        got = timing(paired, control=control)
+        assert got == timing(
+            paired,
+            control=control,
+            control_arm="reference",
+            seed=0,
+            extensions=0,
+            confidence=0.95,
+            clocks=None,
+            warnings=(),
+            dropped_reasons=(),
+        )
+        assert got.aa == summarize_control(control, "reference")
+        assert (got.extensions, got.clocks, got.dropped_reasons) == (0, None, ())
+
+    def test_confidence_is_of_the_interval_and_of_the_effect(self) -> None:
+        paired = noisy(30)
+        got = timing(paired, confidence=0.8)
+        quads = np.array(got.log_ratios).reshape(-1, 2).mean(axis=1)
+        assert got.ci == pytest.approx(tuple(math.exp(end) for end in interval(quads, 0.8)))
+        assert got.min_detectable_effect == minimum_detectable_effect(got, confidence=0.8)
+        assert got.min_detectable_effect != minimum_detectable_effect(got)
+
+    def test_quads_that_differ_beyond_any_float_stay_finite(self) -> None:
+        for sign in (1, -1):
+            ratios = [sign * 100.0, sign * 100.0, sign * 300.0, sign * 300.0]
+            got = timing(samples(ratios, resolution_s=0.0))
+            assert got.ci == pytest.approx((math.exp(-700), math.exp(700)))
+            assert got.speedup == pytest.approx(math.exp(sign * 200))
+            assert got.min_detectable_effect is not None
+            assert math.isfinite(got.min_detectable_effect)
+        got = timing(samples([705.0, -705.0] * 2, resolution_s=0.0))
+        assert got.noise_floor == pytest.approx(math.expm1(700))
+
     def test_same_seed_same_figures(self) -> None:
         paired, control = noisy(250), noisy(250, speedup=1.0, seed=9)
         assert timing(paired, seed=3) == timing(paired, seed=3)
@@ -146,12 +182,28 @@ class TestInterval:
         assert low >= (k - 1) ** 2
         assert high <= (quads + 2 - k) ** 2
 
-    def test_the_bootstrap_counts_where_it_is_wider(self) -> None:
-        """Twelve quads in two heaps: the resampled median often lies in the far one."""
-        values = np.array([0.0] * 2 + [1.0] * 10)
-        low, high = interval(values)
-        assert high == 1.0
-        assert low <= 1.0
+    @pytest.mark.parametrize(("quads", "seed"), [(8, 0), (10, 1), (250, 0), (250, 3)])
+    def test_is_the_hull_of_the_two(self, quads: int, seed: int) -> None:
+        values = np.random.default_rng(seed).normal(0, 1, quads)
+        bootstrap = stats.bootstrap(
+            (values,),
+            np.median,
+            n_resamples=2000,
+            confidence_level=0.9,
+            method="percentile",
+            rng=np.random.default_rng(seed),
+        ).confidence_interval
+        if quads < 12:
+            half = stats.t.ppf(0.95, quads - 1) * values.std(ddof=1) / math.sqrt(quads)
+            other = values.mean() - half, values.mean() + half
+        else:
+            k = int(stats.binom.ppf(0.05, quads, 0.5))
+            ordered = np.sort(values)
+            other = ordered[k - 1], ordered[-k]
+        expected = min(bootstrap.low, other[0]), max(bootstrap.high, other[1])
+        assert interval(values, 0.9, seed=seed) == pytest.approx(expected)
+        if seed == 0:
+            assert interval(values, 0.9) == pytest.approx(expected)
 
     def test_level_widens(self) -> None:
         values = np.random.default_rng(2).normal(0, 1, 30)
@@ -224,7 +276,25 @@ class TestFloor:
         assert got.aa.speedup == pytest.approx(aside)
         assert got.aa.pairs == 40
         assert any("the floor was raised" in warning for warning in got.warnings)
-        assert any(f"candidate came out at {aside:.3f}x" in w for w in got.warnings)
+        told = f"the A/A control of the candidate came out at {aside:.3f}x "
+        told += f"[{aside:.3f}, {aside:.3f}], without 1: the floor was raised to cover it"
+        assert told in got.warnings
+
+    def test_control_interval_is_told_from_low_to_high(self) -> None:
+        got = timing(noisy(20), control=noisy(20, speedup=1.5, deviation=0.05))
+        assert got.aa is not None
+        assert got.aa.ci is not None
+        low, high = got.aa.ci
+        assert f"{low:.3f}" != f"{high:.3f}"
+        assert f"[{low:.3f}, {high:.3f}], without 1" in got.warnings[-1]
+
+    def test_control_of_exactly_one_is_no_warning(self) -> None:
+        assert timing(noisy(20), control=samples([0.0] * 40)).warnings == ()
+
+    def test_warnings_of_samples_and_control_stand_together(self) -> None:
+        got = timing(noisy(4), control=noisy(20, speedup=1.5), warnings=["mind"])
+        assert len(got.warnings) == 3
+        assert got.warnings[0] == "mind"
 
     def test_control_within_its_interval_is_no_warning(self) -> None:
         got = timing(noisy(20), control=noisy(20, speedup=1.0, seed=3))
@@ -249,7 +319,10 @@ class TestFloor:
 
 class TestWarnings:
     def test_few_quads(self) -> None:
-        assert "only 11 AB/BA quads" in timing(noisy(11)).warnings[0]
+        assert timing(noisy(11)).warnings == (
+            "only 11 AB/BA quads: the interval is Student's t, wide on purpose; allow the case "
+            "more time for a tighter one",
+        )
         assert timing(noisy(12)).warnings == ()
 
     def test_lost_halves(self) -> None:
@@ -268,6 +341,16 @@ class TestWarnings:
         warned = [w for w in timing(paired).warnings if "drifted" in w]
         assert bool(warned) is (said is not None)
         assert all(f"by {said} from the first to the last quarter" in w for w in warned)
+
+    def test_drift_compares_quarters(self) -> None:
+        """Of a ramp from 1 to 2 over 40 pairs: the medians of pairs 0-9 and 30-39."""
+        ramp = np.linspace(1, 2, 40)
+        paired = statistics.PairedSamples(tuple(ramp), tuple(ramp), ("AB", "BA") * 20, (1, 1), 0.0)
+        drift = np.median(ramp[30:]) / np.median(ramp[:10]) - 1
+        assert timing(paired).warnings == (
+            f"the reference drifted by {drift:.0%} from the first to the last quarter: settle "
+            "longer (settle_s) or lock the clocks; pairing cancels it, milliseconds do not",
+        )
 
 
 class TestCompare:
@@ -361,9 +444,21 @@ class TestCompare:
         assert got.p_value == p_value
         assert got.ci == pytest.approx((speedup, speedup))
 
-    def test_two_pairs_still_have_a_degree_of_freedom(self) -> None:
-        got = compare_ratio(made(1.0, 0.01, pairs=2), made(1.0, 0.01, pairs=2))
-        assert math.isfinite(got.p_value)
+    @pytest.mark.parametrize(("pairs", "freedom"), [(1, 1), (2, 1), (4, 1), (6, 2), (7, 2), (8, 3)])
+    def test_degrees_of_freedom_are_quads_less_one(self, pairs: int, freedom: int) -> None:
+        """Two equal standard errors: Welch's degrees of freedom are the sum of the two."""
+        error = 0.01 / stats.t.ppf(0.975, freedom)
+        got = compare_ratio(made(0.97, 0.01, pairs=pairs), made(1.0, 0.01, pairs=pairs))
+        expected = stats.t.sf(-math.log(0.97) / (math.sqrt(2) * error), 2 * freedom)
+        assert got.p_value == pytest.approx(expected)
+
+    def test_confidence_is_of_both_stored_intervals_and_of_the_result(self) -> None:
+        now, then = made(1.0, 0.01, pairs=2_000_000), made(1.0, 0.02, pairs=2_000_000)
+        for confidence in (0.8, 0.99):
+            got = compare_ratio(now, then, confidence=confidence)
+            assert got.ci is not None
+            assert math.log(got.ci[1]) == pytest.approx(math.hypot(0.01, 0.02), rel=1e-4)
+        assert compare_ratio(now, then).baseline == ""
 
     def test_p_values_are_uniform_or_less_without_any_floor(self) -> None:
         """The floor is not what keeps the alarms down: at floor zero p <= 5% in about 5%."""
@@ -395,6 +490,13 @@ class TestDetectableEffect:
             got = compare_ratio(timing(slow, min_effect=0.01), stored)
             found += got.p_value <= 0.025
         assert found / 200 == pytest.approx(0.8, abs=0.09)
+
+    def test_confidence_is_that_of_the_stored_interval(self) -> None:
+        half, freedom = 0.01, 49
+        got = minimum_detectable_effect(made(2.0, half), confidence=0.8)
+        error = math.sqrt(2) * half / stats.t.ppf(0.9, freedom)
+        quantiles = stats.t.ppf(0.9, 98) + stats.t.ppf(0.8, 98)
+        assert math.log1p(got) == pytest.approx(quantiles * error)
 
     def test_grows_with_floor_and_with_scatter(self) -> None:
         base = minimum_detectable_effect(made(2.0, 0.01, floor=0.01))
