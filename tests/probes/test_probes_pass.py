@@ -196,3 +196,14 @@ def test_an_exception_of_an_arm_says_what_was_probed() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         run_probes(honest, candidate, make_inputs, (1, 2))
     assert caught.value.__notes__ == ["raised by the candidate while probing: a plain call"]
+
+
+def test_a_candidate_near_its_tolerance_is_imprecise_not_dishonest(probe: Any) -> None:
+    """Scaled weights scale its error too; that is for the accuracy check to judge."""
+    layer = torch.nn.Linear(WIDTH, WIDTH)
+
+    class Imprecise(Counting):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 1.0199 + 0.0019 * self.weight.mean().sign()
+
+    assert probe(Imprecise(layer), layer) == {}
