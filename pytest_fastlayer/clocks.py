@@ -139,7 +139,12 @@ class CpuClock:
 
 
 class CudaClock:
-    """A pair of CUDA events around the block; in cold mode around each forward."""
+    """A pair of CUDA events around the block; in cold mode around each forward.
+
+    In cold mode the flush keeps the device busy while the host launches the forward, so the time
+    is the device's alone; a warm block of small kernels also shows the host's launches. The two
+    are never compared.
+    """
 
     name: Literal["cuda_events", "cpu_clock"] = "cuda_events"
     settle_s = 10.0

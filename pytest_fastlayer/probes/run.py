@@ -114,6 +114,8 @@ class _Run:
     settings: Mapping[str, object] = field(default_factory=global_state)
     functions: Mapping[str, object] = field(default_factory=public_functions)
     edits: list[str] = field(default_factory=list)  #: of the reference, before the first probe
+    held: tuple[object, object] = ((), ())  #: an output and its fingerprint, kept to the end
+    problem_of_held: str = ""
 
     def __post_init__(self) -> None:
         self.edits = self.reference.changes()
@@ -175,8 +177,11 @@ class _Run:
         )
         replayed = wrong is not None and not late and fingerprints(again) == snapshot
         self._fresh_contents(wrong, replayed, note)
-        held = held_output(output, snapshot, again, self.args)
-        self.record("two_outputs_held", CHANGED_LATER if late else held)
+        self.problem_of_held = CHANGED_LATER if late else ""
+        self.problem_of_held = self.problem_of_held or held_output(
+            output, snapshot, again, self.args
+        )
+        self.held = (again, fingerprints(again))
 
     def _input_unchanged(self, before: tuple[object, ...], seed: int) -> None:
         after = fingerprints(self.args)
@@ -291,7 +296,9 @@ class _Run:
         self.record(name, problem, note)
 
     def afterwards(self) -> None:
-        """What must be as it was at the start."""
+        """What must be as it was at the start: held outputs, the reference, timers, settings."""
+        self.problem_of_held = self.problem_of_held or held_output(*self.held, (), self.args)
+        self.record("two_outputs_held", self.problem_of_held)
         edits = [one for one in self.reference.changes() if one not in self.edits]
         timers = patched_timers()
         functions = [one for one in replaced_functions(self.functions) if one not in timers]

@@ -367,3 +367,18 @@ def test_each_cheat_looks_right_on_its_own(cheat: Any, name: str) -> None:
     plain = output.as_subclass(torch.Tensor) if name == "output_type" else output
     close = compare(plain, want)
     assert close.passed or close.failed == 1  # the unwritten tail may hold anything
+
+
+def test_a_buffer_that_is_reused_from_the_third_call_on_is_caught(probe: Any) -> None:
+    """As graph-captured callables do it: two warm-up calls, then one static output."""
+    static: list[torch.Tensor] = []
+    calls: list[int] = []
+
+    def candidate(x: torch.Tensor) -> torch.Tensor:
+        calls.append(0)
+        output = honest(x)
+        if len(calls) == 2:
+            static.append(output)
+        return static[0].copy_(output * 1.001) if len(calls) > 2 else output
+
+    assert "two_outputs_held" in probe(candidate)
