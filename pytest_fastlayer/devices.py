@@ -8,7 +8,6 @@ owns it. Nothing here imports torch.
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
 import tempfile
@@ -97,7 +96,8 @@ def device_lock(key: str, *, exclusive: bool, folder: Path | None = None) -> Ite
     from filelock import ReadWriteLock
 
     if folder is None:
-        folder = Path(tempfile.gettempdir()) / f"fastlayer-{getpass.getuser()}"
+        user = os.getuid() if hasattr(os, "getuid") else 0
+        folder = Path(tempfile.gettempdir()) / f"pytest-fastlayer-{user}"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / (re.sub(r"[^A-Za-z0-9]+", "-", key) + ".lock")
     lock = ReadWriteLock(path, is_singleton=False)

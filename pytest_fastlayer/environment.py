@@ -64,16 +64,19 @@ def software_record() -> records.Software:
     """Versions of what runs. None for what is absent; importing triton is not attempted."""
     from importlib.metadata import PackageNotFoundError, version
 
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = None
+    def installed(name: str) -> str | None:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return None
+
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return records.Software(
         python=platform.python_version(),
         platform=platform.platform(),
         torch=torch.__version__,
-        triton=triton,
+        triton=installed("triton"),
+        pytest_fastlayer=installed("pytest-fastlayer"),
         cuda=torch.version.cuda,
         cudnn=None if cudnn is None else str(cudnn),
         driver=driver_version() if torch.version.cuda else None,

@@ -89,6 +89,7 @@ class Software(Model):
 
     python: str
     platform: str
+    pytest_fastlayer: str | None = None
     torch: str | None = None
     triton: str | None = None
     cuda: str | None = None
@@ -130,8 +131,8 @@ class Accuracy(Model):
     failed: Count
     nonfinite: Count  #: candidate elements that are NaN or inf where the reference is not the same
     total: Count
-    max_abs: NonNegative | None
-    budget_used: NonNegative | None
+    max_abs: NonNegative | None = None
+    budget_used: NonNegative | None = None
     tolerance: ToleranceRecord
     rms_vs_float64: RootMeanSquare | None = None
 
@@ -199,7 +200,7 @@ class Timing(Model):
     reference_s: Positive
     candidate_s: Positive
     speedup: Positive
-    ci: tuple[Positive, Positive] | None
+    ci: tuple[Positive, Positive] | None = None
     noise_floor: NonNegative
     floor_sources: NoiseFloor | None = None
     aa: Control | None = None
@@ -275,7 +276,7 @@ class Comparison(Model):
     baseline: str  #: file the stored figure came from
     provenance: Literal["measured", "published"]
     ratio: Positive
-    ci: tuple[Positive, Positive] | None
+    ci: tuple[Positive, Positive] | None = None
     threshold: NonNegative  #: combined noise floors, as a fraction
     p_value: Annotated[float, Field(ge=0, le=1)]  #: one-sided, that the drop lies within threshold
     changed_since: tuple[str, ...] = ()

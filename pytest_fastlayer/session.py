@@ -89,6 +89,12 @@ class Run:
             )
             where = baselines.find(self.settings.baseline, record.device)
             self.outcomes.append(Outcome(record, where))
+        unknown = sorted(self.settings.accept - set(self.owners))
+        if unknown:
+            self.errors.append(
+                f"--fastlayer-accept={unknown[0]}: this run measured no case of that name; it "
+                f"measured {', '.join(sorted(self.owners))}"
+            )
         if self.settings.bench:
             self._check_unused()
         self._write()
@@ -104,9 +110,12 @@ class Run:
             return
         known = set(self.owners)
         for outcome in self.outcomes:
-            if not outcome.baseline.exists():
+            try:
+                stored = baselines.load(outcome.baseline) if outcome.baseline.exists() else None
+            except baselines.BaselineError as error:
+                self.errors.append(str(error))
                 continue
-            unused = baselines.unused(baselines.load(outcome.baseline), known)
+            unused = [] if stored is None else baselines.unused(stored, known)
             if unused:
                 self.errors.append(
                     f"{outcome.baseline.name} stores {', '.join(unused)}, which no test measures "
@@ -152,10 +161,21 @@ class Run:
             )
             return
         for outcome in self.outcomes:
-            path = outcome.baseline
+            try:
+                self._update_baseline(outcome)
+            except baselines.BaselineError as error:
+                self.errors.append(f"{outcome.baseline.name} was not updated: {error}")
+
+    def _update_baseline(self, outcome: Outcome) -> None:
+        from pytest_fastlayer import baselines
+
+        path = outcome.baseline
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with baselines.locked(path):
             old = baselines.load(path) if path.exists() else None
+            accepted = self.settings.accept & set(outcome.record.cases)
             merge = baselines.merge(
-                old, outcome.record, accept=self.settings.accept, selected_all=self.complete
+                old, outcome.record, accept=accepted, selected_all=self.complete
             )
             outcome.merge = merge
             if merge.refused:
@@ -163,8 +183,7 @@ class Run:
                     f"{path.name} was not updated: not green: {', '.join(merge.refused)}; "
                     "mend them, or accept one by name with --fastlayer-accept CASE"
                 )
-                continue
-            path.parent.mkdir(parents=True, exist_ok=True)
+                return
             baselines.save(merge.record, path)
             self.written.append(path)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from rivals import rivals
 
 from fastlayer import CASES, Admissions, FastTransformer, ReferenceTransformer, TransformerConfig
 from fastlayer.admissions import committed
@@ -150,6 +151,7 @@ def test_case(case_id, paired):
         inputs=partial(inputs, config, device),
         reference_kind="dense",
         describe=describe,
+        rivals=rivals(reference, config, device),
         variants=variants(reference, config, device),
         **facts,
     )

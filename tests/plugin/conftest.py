@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch._dynamo  # noqa: F401
+import torch._dynamo
 
 # pytester drops every module that an in-process run imported first; C extensions (torch, scipy)
 # do not survive a second import. So all are imported here, before the first such run.
@@ -93,6 +93,15 @@ QUICK = (
     "--fastlayer-seeds=2",
     "--fastlayer-device=cpu",
 )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny operators gain nothing from a second thread and wait for it on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -76,6 +76,24 @@ def test_worse_figure_is_accepted_by_name(project, bench, pytester):
     assert stored(pytester)["cases"]["layer_norm"]["timing"]["speedup"] < before
 
 
+def test_accepting_an_unknown_case_names_the_known(project, bench):
+    project(ONE)
+    result = bench("--fastlayer-accept=layer_nrom")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*--fastlayer-accept=layer_nrom*layer_norm*"])
+
+
+def test_corrupt_baseline_is_named_and_left_alone(project, bench, pytester):
+    project(ONE)
+    bench("--fastlayer-update-baseline", "--fastlayer-baseline=base")
+    (path,) = (pytester.path / "base").glob("*.json")
+    path.write_text('{"schema_version": 1, "cases"')
+    result = bench("--fastlayer-update-baseline", "--fastlayer-baseline=base")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines([f"*{path.name}*"])
+    assert path.read_text() == '{"schema_version": 1, "cases"'
+
+
 def test_stored_case_that_no_test_measures_fails_the_run(project, bench):
     project(TWO)
     bench("--fastlayer-update-baseline", "--fastlayer-baseline=base")

@@ -1,0 +1,25 @@
+"""A rival that computed something else would be no rival."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from rivals import HalfSdpa, transformer_encoder
+
+from fastlayer import CASES, ReferenceTransformer, make_inputs
+from pytest_fastlayer import assert_elementwise
+
+
+@pytest.mark.parametrize("case_id", [2, 7])
+def test_rivals_compute_the_reference(case_id):
+    config = replace(CASES[case_id], batch_size=2)
+    torch.manual_seed(1234)
+    reference = ReferenceTransformer(config).eval()
+    x, _ = make_inputs(config, 1234)
+    with torch.no_grad():
+        expected = reference(x)
+        assert_elementwise(transformer_encoder(reference, config)(x), expected, atol=1e-4, rtol=0)
+        # fp16 outputs of GEMMs that feed the residual cost more than a kernel of ours may.
+        assert_elementwise(HalfSdpa(reference, config)(x), expected, atol=2e-2, rtol=2e-2)
