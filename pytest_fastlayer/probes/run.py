@@ -115,7 +115,7 @@ class _Run:
     functions: Mapping[str, object] = field(default_factory=public_functions)
     edits: list[str] = field(default_factory=list)  #: of the reference, before the first probe
     held: tuple[object, object] = ((), ())  #: an output and its fingerprint, kept to the end
-    problem_of_held: str = ""
+    overwritten: str = ""  #: what the second call did to the first one's output
 
     def __post_init__(self) -> None:
         self.edits = self.reference.changes()
@@ -177,10 +177,8 @@ class _Run:
         )
         replayed = wrong is not None and not late and fingerprints(again) == snapshot
         self._fresh_contents(wrong, replayed, note)
-        self.problem_of_held = CHANGED_LATER if late else ""
-        self.problem_of_held = self.problem_of_held or held_output(
-            output, snapshot, again, self.args
-        )
+        early = held_output(output, snapshot, again, self.args)
+        self.overwritten = CHANGED_LATER if late else early
         self.held = (again, fingerprints(again))
 
     def _input_unchanged(self, before: tuple[object, ...], seed: int) -> None:
@@ -297,8 +295,8 @@ class _Run:
 
     def afterwards(self) -> None:
         """What must be as it was at the start: held outputs, the reference, timers, settings."""
-        self.problem_of_held = self.problem_of_held or held_output(*self.held, (), self.args)
-        self.record("two_outputs_held", self.problem_of_held)
+        later = held_output(*self.held, (), self.args)
+        self.record("two_outputs_held", self.overwritten or later)
         edits = [one for one in self.reference.changes() if one not in self.edits]
         timers = patched_timers()
         functions = [one for one in replaced_functions(self.functions) if one not in timers]
