@@ -128,13 +128,12 @@ class TransformerConfig:
     def linear_bytes(self, itemsize: int = 4) -> int:
         """Peak bytes, above parameters and input, of a path that never holds the scores.
 
-        Residual, normalised input, packed q/k/v, context and its projection beside the wider of
-        the two hidden FFN tensors and its GELU.
+        Residual and normalised input, beside either packed q, k, v with the context, or two hidden
+        FFN tensors with the result.
         """
-        hidden = 2 * self.tokens * self.ffn_dim * itemsize
-        return 3 * self.activation_bytes(itemsize) + max(
-            hidden, 5 * self.activation_bytes(itemsize)
-        )
+        activation = self.activation_bytes(itemsize)
+        hidden = self.tokens * self.ffn_dim * itemsize
+        return 2 * activation + max(4 * activation, 2 * hidden + activation)
 
     def label(self) -> str:
         """The tuple as people write it, for messages and reports."""

@@ -150,9 +150,11 @@ class _Watch:
             present = map(getitem, self._entries, self._names)
             if not all(map(is_, present, self._objects)):
                 return False
-        except KeyError:
+            if list(map(_version, self._counted)) != self._versions:
+                return False
+        except KeyError:  # a name is gone
             return False
-        if list(map(_version, self._counted)) != self._versions:
+        except RuntimeError:  # data made in inference mode, which has no counter, was swapped in
             return False
         if list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers:
             return False
@@ -160,6 +162,10 @@ class _Watch:
             return False
         if any(map(_forward_pre_hooks, self._inner)) or any(map(_forward_hooks, self._inner)):
             return False
+        if self._snapshots and _capturing():
+            return (
+                True  # comparing would break the caller's capture, within which nothing is packed
+            )
         return all(torch.equal(tensor, snapshot) for tensor, snapshot in self._snapshots)
 
     def requires_grad(self) -> bool:
@@ -206,6 +212,10 @@ def alteration(module: nn.Module, config: TransformerConfig) -> str:
                 f"{first.dtype} on {first.device}"
             )
     return ""
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _affine(module: nn.Linear | nn.LayerNorm) -> tuple[torch.Tensor, torch.Tensor]:

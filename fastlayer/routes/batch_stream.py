@@ -34,7 +34,7 @@ class BatchStreamRoute:
         for launch in sdpa_launches(contract):
             size = launch.get("slice")
             sized = {**launch, "slice": min(largest, int(size)) if size else largest}
-            if not str(launch["execution"]).startswith("compiled") and sized not in found:
+            if sized not in found:
                 found.append(sized)
         return found
 

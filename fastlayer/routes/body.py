@@ -127,17 +127,25 @@ class Body:
 
     def __call__(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """``x [B, N, d]`` and None or a right-padded ``mask [B, N]`` to ``[B, N, d]``."""
-        batch, tokens, width = x.shape
+        width = x.shape[-1]
         key_mask = None if mask is None or self.causal else mask[:, None, None, :]
-        head_shape = (batch, tokens, self.heads, width // self.heads)
         h = x.contiguous()
         for (norm1, norm2), projections in zip(self.norms, self.projections, strict=True):
             normed = F.layer_norm(h, (width,), *norm1)
-            q, k, v = (t.view(head_shape).transpose(1, 2) for t in projections.qkv(normed))
-            context = self.attend(q, k, v, attn_mask=key_mask, is_causal=self.causal)
-            h = projections.out(context.transpose(1, 2).reshape(batch, tokens, width), h)
-            h = projections.ffn(F.layer_norm(h, (width,), *norm2), h)
+            h = projections.out(self._context(projections.qkv(normed), key_mask), h)
+            normed = F.layer_norm(h, (width,), *norm2)
+            h = projections.ffn(normed, h)
+            del normed  # it would live on through the next layer's attention
         return zero_invalid(F.layer_norm(h, (width,), *self.final_norm), mask)
+
+    def _context(
+        self, qkv: tuple[torch.Tensor, ...], key_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention's context ``[B, N, d]``; q, k and v die with this frame."""
+        batch, tokens, width = qkv[0].shape
+        q, k, v = (t.view(batch, tokens, self.heads, -1).transpose(1, 2) for t in qkv)
+        context = self.attend(q, k, v, attn_mask=key_mask, is_causal=self.causal)
+        return context.transpose(1, 2).reshape(batch, tokens, width)
 
 
 def fused_attention(

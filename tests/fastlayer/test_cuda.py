@@ -24,7 +24,7 @@ CONFIG = small(d_model=64, seq_len=40)
 def _high_precision():
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
-    with torch.inference_mode():
+    with torch.no_grad():
         yield
     torch.set_float32_matmul_precision(before)
 
@@ -64,6 +64,28 @@ def test_compiled_launches_are_accepted(execution):
     assert model.last_decision.notes == ()
 
 
+def test_more_bodies_are_compiled_than_one_code_object_may_be():
+    launch = {**GRAPH, "execution": "compiled_graph"}
+    for batch in range(1, 12):
+        config = replace(CONFIG, batch_size=batch, num_layers=1)
+        reference, model = make_pair(config, "cuda", route="sdpa", launch=launch)
+        x, _ = make_inputs(config, 7, "cuda")
+        assert_accepted(model(x), reference(x))
+        assert model.last_decision.notes == ()
+
+
+def test_under_inference_mode():
+    with torch.inference_mode():
+        reference, model = graph_pair()
+        x, _ = make_inputs(CONFIG, 1, "cuda")
+        for _ in range(2):
+            assert_accepted(model(x), reference(x))
+        model.layers[0].attention.q_proj.weight.mul_(2.0)
+        model.final_norm.bias.add_(1.0)
+        assert_accepted(model(x), reference(x))
+    assert model.last_decision.notes == ()
+
+
 @pytest.mark.parametrize("kind", list(masks(3, 40)))
 @pytest.mark.parametrize("causal", [True, False])
 def test_graphs_serve_every_mask(kind, causal):
@@ -99,8 +121,7 @@ def test_new_values_at_the_same_address_are_seen():
 def test_a_mask_written_at_the_same_address_changes_its_kind():
     reference, model = graph_pair()
     x, _ = make_inputs(CONFIG, 1, "cuda")
-    with torch.inference_mode(False):
-        mask = torch.ones(CONFIG.batch_size, CONFIG.seq_len, dtype=torch.bool, device="cuda")
+    mask = torch.ones(CONFIG.batch_size, CONFIG.seq_len, dtype=torch.bool, device="cuda")
     model(x, mask)
     assert model.last_decision.contract.mask is MaskKind.FULL
     mask[0, 5:] = False
@@ -139,8 +160,7 @@ def test_edits_after_capture_are_seen(edit):
     _, model = graph_pair()
     x, _ = make_inputs(CONFIG, 1, "cuda")
     before = model(x)
-    with torch.inference_mode(False), torch.no_grad():
-        edit(model)
+    edit(model)
     after = model(x)
     dense = FastTransformer.from_reference(model, config=CONFIG, route="dense")
     assert_accepted(after, dense(x))
@@ -151,10 +171,8 @@ def test_a_deep_copy_captures_graphs_of_its_own():
     _, model = graph_pair()
     x, _ = make_inputs(CONFIG, 1, "cuda")
     first = model(x)
-    with torch.inference_mode(False):
-        twin = copy.deepcopy(model)
-        with torch.no_grad():
-            twin.final_norm.bias.add_(1.0)
+    twin = copy.deepcopy(model)
+    twin.final_norm.bias.add_(1.0)
     assert_accepted(twin(x), first + 1.0)
     assert torch.equal(model(x), first)
 
@@ -333,8 +351,7 @@ def test_an_unlisted_device_runs_dense_under_the_strict_policy():
 def test_wrapped_in_torch_compile():
     reference, model = graph_pair()
     compiled = torch.compile(model, fullgraph=True)
-    with torch.inference_mode(False), torch.no_grad():
-        x, mask = make_inputs(CONFIG, 1, "cuda", 0.5)
-        for _ in range(3):
-            assert_accepted(compiled(x, mask), reference(x, mask))
+    x, mask = make_inputs(CONFIG, 1, "cuda", 0.5)
+    for _ in range(3):
+        assert_accepted(compiled(x, mask), reference(x, mask))
     assert model.last_decision.route == "sdpa"
