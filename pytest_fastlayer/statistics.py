@@ -106,7 +106,6 @@ def interval(values: Array, level: float = CONFIDENCE, *, seed: int = 0) -> tupl
         n_resamples=RESAMPLES,
         confidence_level=level,
         method="percentile",
-        vectorized=True,
         rng=np.random.default_rng(seed),
     ).confidence_interval
     n = len(values)

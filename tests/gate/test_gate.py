@@ -559,6 +559,17 @@ class TestWholeRun:
         assert got["a"].verdict is Verdict.PASS
         assert self.run({"a": 1e-6}, ratio=0.96)["a"].verdict is Verdict.SLOWER
 
+    def test_an_interval_that_only_touches_the_floors_is_not_beyond(self) -> None:
+        cases = self.run({"a": 1e-6})
+        touching = cases["a"].comparison
+        assert touching is not None
+        touching = touching.model_copy(update={"threshold": 1.0, "ci": (0.4, 0.5), "ratio": 0.45})
+        given = {"a": case(timing(), verdict=Verdict.PASS, comparison=touching)}
+        assert judge_run(given, Policy())["a"].verdict is Verdict.PASS
+        beyond = touching.model_copy(update={"ci": (0.4, 0.499)})
+        given = {"a": case(timing(), verdict=Verdict.PASS, comparison=beyond)}
+        assert judge_run(given, Policy())["a"].verdict is Verdict.SLOWER
+
     def test_accepted_stay(self) -> None:
         got = self.run({"a": 1e-6, "b": 1e-6}, accepted=frozenset({"a"}))
         assert [c.verdict for c in got.values()] == [Verdict.PASS, Verdict.SLOWER]

@@ -202,8 +202,13 @@ class TestInterval:
             other = ordered[k - 1], ordered[-k]
         expected = min(bootstrap.low, other[0]), max(bootstrap.high, other[1])
         assert interval(values, 0.9, seed=seed) == pytest.approx(expected)
-        if seed == 0:
-            assert interval(values, 0.9) == pytest.approx(expected)
+        mirrored = tuple(-end for end in reversed(expected))
+        assert interval(-values, 0.9, seed=seed) == pytest.approx(mirrored)
+
+    def test_the_default_seed_is_zero(self) -> None:
+        drawn = [np.random.default_rng(i).normal(0, 1, 250) for i in range(5)]
+        assert [interval(x) for x in drawn] == [interval(x, seed=0) for x in drawn]
+        assert [interval(x) for x in drawn] != [interval(x, seed=1) for x in drawn]
 
     def test_level_widens(self) -> None:
         values = np.random.default_rng(2).normal(0, 1, 30)
