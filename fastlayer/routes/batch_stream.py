@@ -44,7 +44,11 @@ class BatchStreamRoute:
 
 
 def working_set_samples(contract: RuntimeContract) -> int:
-    """Samples in a slice, at least one: as many as the working set and free memory hold."""
-    one = contract.with_batch(1).config.linear_bytes(contract.itemsize)
+    """Samples in a slice, at least one: as many as the working set and free memory hold.
+
+    A slice takes what the body takes, and its own copy of the input where a graph reads it.
+    """
+    one = contract.with_batch(1).config
+    sample = one.linear_bytes(contract.itemsize) + one.activation_bytes(contract.itemsize)
     room = min(contract.working_set_bytes, contract.available_bytes)
-    return max(1, min(contract.config.batch_size, room // one))
+    return max(1, min(contract.config.batch_size, room // sample))

@@ -217,7 +217,7 @@ def test_slices_suit_the_cache_of_a_cpu_where_the_weights_do():
     def default(case, device="cpu"):
         return launches("sdpa", contract(case, device))[0].get("slice")
 
-    assert default(1) == default(5) == default(11) == 16
+    assert default(1) == default(5) == default(11) == 32
     assert default(13) is None
     assert default(2) is None
     assert default(12) is None

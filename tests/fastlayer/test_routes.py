@@ -95,7 +95,8 @@ def test_batch_stream_at_every_slice(samples, kind):
 
 def test_batch_stream_takes_its_slices_from_the_working_set():
     config = small(batch_size=7)
-    sample = replace(config, batch_size=1).linear_bytes()
+    one = replace(config, batch_size=1)
+    sample = one.linear_bytes() + one.activation_bytes()
     _, model = make_pair(config, working_set_bytes=3 * sample)
     model(make_inputs(config, 1)[0])
     assert model.last_decision.route == "batch_stream"
