@@ -34,8 +34,8 @@ _EXECUTIONS: dict[str, tuple[str, ...]] = {
 }
 
 #: On a CPU a slice whose activation takes this many bytes stays in cache from one operation to the
-#: next: on two cores cases 1 and 5 ran 1.06 and 1.2 times as fast in slices of 32 samples (2 MiB) as
-#: whole; slices of 16 were no faster on case 5 and have twice the barriers between threads. A
+#: next: on two cores cases 1 and 5 ran 1.06 and 1.2 times as fast in slices of 32 samples (2 MiB)
+#: as whole; slices of 16 were no faster on case 5 and have twice the barriers between threads. A
 #: layer's weights must fit too: case 8's (24 MiB) are read anew by each slice, which ran at 0.7 of
 #: the whole batch's speed. Slices of fewer samples give the threads too little: case 13 in slices
 #: of two was no faster than whole.
