@@ -13,7 +13,7 @@ from pytest_fastlayer import gate, statistics
 from pytest_fastlayer.gate import Policy, judge, judge_run
 from pytest_fastlayer.records import CaseRecord, Comparison, Timing, Verdict
 
-EXAMPLES = settings(max_examples=150, deadline=None)
+EXAMPLES = settings(max_examples=100, deadline=None)
 
 #: From the worst to the best that a comparable, accurate case can be called.
 RANK = {

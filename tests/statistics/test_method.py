@@ -23,7 +23,7 @@ TABLE = HERE / "method_table.md"
 RECORDING = HERE / "recorded_cpu.json"
 ALL = (*STREAMS, *(calibrate.load_recorded(RECORDING, quads) for quads in (50, 4)))
 GATES = 1000
-PART = 40  #: gates made anew for each stream
+PART = 25  #: gates made anew for each stream
 
 
 @dataclass(frozen=True)

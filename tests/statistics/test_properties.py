@@ -16,7 +16,7 @@ from pytest_fastlayer.statistics import combined_floor, compare_ratio, holm, sum
 
 SECONDS = st.floats(1e-7, 10.0)
 LOG_RATIO = st.floats(-3, 3)
-EXAMPLES = settings(max_examples=60, deadline=None)
+EXAMPLES = settings(max_examples=40, deadline=None)
 
 
 @st.composite
