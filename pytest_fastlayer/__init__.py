@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pytest_fastlayer.accuracy import Tolerance, assert_elementwise, compare
+    from pytest_fastlayer.grids import input_scales, padding_ratios
     from pytest_fastlayer.immutable import freeze
     from pytest_fastlayer.records import CaseRecord, RunRecord, Verdict
 
@@ -22,6 +23,8 @@ _HOMES = {
     "assert_elementwise": "accuracy",
     "compare": "accuracy",
     "freeze": "immutable",
+    "input_scales": "grids",
+    "padding_ratios": "grids",
 }
 
 __all__ = [
@@ -32,6 +35,8 @@ __all__ = [
     "assert_elementwise",
     "compare",
     "freeze",
+    "input_scales",
+    "padding_ratios",
 ]
 
 

@@ -317,3 +317,7 @@ FORMATS: dict[str, Callable[[RunRecord, bool], None]] = {
     "json": _print_json,
     "github": _print_github,
 }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

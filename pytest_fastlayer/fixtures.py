@@ -20,7 +20,7 @@ from pytest_fastlayer.session import Run
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
-    from pytest_fastlayer.accuracy import Comparison
+    from pytest_fastlayer.accuracy import Comparison, Tolerance
     from pytest_fastlayer.immutable import FrozenReference
     from pytest_fastlayer.pairing import Marks, Workbench
     from pytest_fastlayer.records import CaseRecord, Timing
@@ -192,6 +192,7 @@ class Paired:
         label: str = "",
         workload: Mapping[str, JsonValue] | None = None,
         reference_kind: str = "other",
+        tolerance: Tolerance | None = None,
         float64: Callable[..., Any] | None = None,
         describe: Callable[[Callable[..., Any]], Mapping[str, Any]] | None = None,
         rivals: Mapping[str, Callable[[], Callable[..., Any]]] | None = None,
@@ -209,6 +210,7 @@ class Paired:
             workload: Facts that make two measurements comparable (shape, dtype, ...).
             reference_kind: ``"dense"`` or ``"other"`` count in the geometric mean; ``"oracle"``
                 makes the ratio diagnostic.
+            tolerance: What this pair promises; by default the test's marker, else 0.002 or 2%.
             float64: An exact evaluation; by default a double copy of a module reference.
             describe: Called with the candidate after it ran; may give ``route``, ``launch`` and
                 ``objections`` for the record.
@@ -234,6 +236,7 @@ class Paired:
             label=label,
             workload=dict(workload or {}),
             reference_kind=reference_kind,
+            tolerance=tolerance,
             float64=float64,
             describe=describe,
             rivals=rivals or {},

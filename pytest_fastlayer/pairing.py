@@ -77,6 +77,7 @@ class Pair:
     label: str = ""
     workload: Mapping[str, JsonValue] = field(default_factory=dict)
     reference_kind: str = "other"
+    tolerance: accuracy.Tolerance | None = None
     float64: Callable[..., Any] | None = None
     describe: Callable[[Callable[..., Any]], Mapping[str, Any]] | None = None
     rivals: Mapping[str, Callable[[], Callable[..., Any]]] = field(default_factory=dict)
@@ -124,11 +125,18 @@ class Workbench:
         marked = self.marks.seeds if name == "seeds" else self.marks.timing.get(name)
         return self.settings.choose(name, marked, measurement.DEFAULTS[device.type][name])
 
-    def tolerance(self) -> accuracy.Tolerance:
-        """The item's tolerance. The command line may only tighten what the test promises."""
+    def tolerance(self, given: accuracy.Tolerance | None = None) -> accuracy.Tolerance:
+        """The pair's tolerance: as given, else by marker, else by ini.
+
+        The command line may only tighten what the test promises.
+        """
         promised: dict[str, Any] = {"atol": 0.002, "rtol": 0.02, "mode": "either"}
-        promised |= {k: v for k, v in self.settings.ini.items() if k in promised and v is not None}
-        promised |= dict(self.marks.tolerance)
+        if given is not None:
+            promised = {"atol": given.atol, "rtol": given.rtol, "mode": given.mode}
+        else:
+            ini = self.settings.ini
+            promised |= {k: v for k, v in ini.items() if k in promised and v is not None}
+            promised |= dict(self.marks.tolerance)
         for name in ("atol", "rtol"):
             asked = getattr(self.settings, name)
             if asked is None:
@@ -205,7 +213,7 @@ class Workbench:
     def _check(
         self, pair: Pair, device: torch.device
     ) -> tuple[CaseRecord, str, tuple[float, float]]:
-        tolerance = self.tolerance()
+        tolerance = self.tolerance(pair.tolerance)
         seeds = range(FIRST_SEED, FIRST_SEED + self.knob("seeds", device))
         reference, candidate = Stopwatch(pair.reference, device), Stopwatch(pair.candidate, device)
         feed = partial(arguments, pair.inputs)
@@ -379,7 +387,7 @@ class Workbench:
     ) -> Arm:
         """A further arm, checked and timed against the same reference."""
         self.progress(f"arm {name}")
-        tolerance = self.tolerance()
+        tolerance = self.tolerance(pair.tolerance)
         feed = partial(arguments, pair.inputs)
         reference = Stopwatch(pair.reference, device)
         try:

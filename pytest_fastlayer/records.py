@@ -14,7 +14,7 @@ import re
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 SCHEMA_VERSION = 1
 
@@ -334,12 +334,24 @@ class RunRecord(Model):
     notes: tuple[str, ...] = ()
     cases: dict[str, CaseRecord] = Field(default_factory=dict)
 
+    @field_validator("cases")
+    @classmethod
+    def _natural_order(cls, cases: dict[str, CaseRecord]) -> dict[str, CaseRecord]:
+        """Case 2 before case 10, whatever order the tests ran or the file was sorted in."""
+        return dict(sorted(cases.items(), key=lambda item: natural_key(item[0])))
+
     def to_json(self) -> str:
         """Stable text: sorted keys, two-space indent, a newline at the end, no NaN."""
         import json
 
         data = self.model_dump(mode="json", exclude_none=True, exclude_defaults=False)
         return json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Sort key under which the numbers inside names count as numbers."""
+    parts = re.split(r"([0-9]+)", name)
+    return tuple((0, int(part)) if i % 2 else (1, part) for i, part in enumerate(parts))
 
 
 def json_schema() -> dict[str, Any]:

@@ -216,3 +216,34 @@ def test_layer_norm(paired):
     assert verdicts["wrong"] == "INCORRECT"
     assert verdicts["slow"] != "PASS"
     assert case["timing"]["speedup"] > 2  # the fast variant was measured as the candidate
+
+
+def test_a_pair_states_its_own_tolerance(project, pytester):
+    project(
+        wrong("y = y + 0.01")
+        .replace(
+            "candidate=candidate", "candidate=candidate, tolerance=Tolerance(atol=0.02, rtol=0)"
+        )
+        .replace("def test_", "from pytest_fastlayer import Tolerance\ndef test_")
+    )
+    pytester.runpytest_inprocess().assert_outcomes(passed=1)
+
+
+def test_stress_grids_multiply(project, pytester):
+    project("""
+from pytest_fastlayer import input_scales, padding_ratios
+
+@padding_ratios()
+@input_scales((0.5, 2))
+def test_grid(padding_ratio, input_scale):
+    assert 0 <= padding_ratio < 1
+""")
+    pytester.runpytest_inprocess().assert_outcomes(passed=8)
+
+
+@pytest.mark.parametrize(("name", "value"), [("padding_ratios", 1.0), ("input_scales", 0.0)])
+def test_a_grid_refuses_nonsense(name, value):
+    import pytest_fastlayer
+
+    with pytest.raises(ValueError, match="expected a"):
+        getattr(pytest_fastlayer, name)([value])
