@@ -84,7 +84,9 @@ def test_cases_come_in_natural_order():
 
 @pytest.mark.parametrize("ordered", [["", "a"], ["9", "10"], ["a9", "a10"], ["a1b2", "a1b10"]])
 def test_natural_key(ordered):
-    assert sorted(ordered[::-1], key=natural_key) == ordered
+    shuffled = list(ordered)
+    shuffled.reverse()
+    assert sorted(shuffled, key=natural_key) == ordered
 
 
 @pytest.mark.parametrize(
