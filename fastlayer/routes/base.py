@@ -35,6 +35,11 @@ class Route(Protocol):
     empty list where the route can serve the call. ``launches`` lists the configurations worth
     measuring on an eligible call, the default first. ``bind`` does the work that a warm call
     should not repeat; it is called again whenever the contract, the launch or a weight changes.
+    What is derived from the weights goes through ``state.get(key, build)``, which keeps it until a
+    weight changes; a body to be captured goes through ``state.graphs.bind(body, note)``. Where
+    running departs from the launch, ``state.notes`` says so in ``last_decision``. Under
+    ``contract.capturing`` the caller captures a CUDA graph: nothing may synchronise, be captured,
+    or be packed.
     """
 
     @property
