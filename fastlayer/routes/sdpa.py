@@ -34,11 +34,12 @@ _EXECUTIONS: dict[str, tuple[str, ...]] = {
 }
 
 #: On a CPU a slice whose activation takes this many bytes stays in cache from one operation to the
-#: next: on two cores cases 1 and 5 ran 1.06 and 1.2 times as fast in slices of 32 samples (2 MiB)
-#: as whole; slices of 16 were no faster on case 5 and have twice the barriers between threads. A
-#: layer's weights must fit too: case 8's (24 MiB) are read anew by each slice, which ran at 0.7 of
-#: the whole batch's speed. Slices of fewer samples give the threads too little: case 13 in slices
-#: of two was no faster than whole.
+#: next: on two quiet cores cases 1 and 5 ran 1.06 and 1.2 times as fast in slices of 32 samples
+#: (2 MiB) as whole. Slices multiply the barriers between threads, though, and beside another busy
+#: process the same cases ran at 0.5 and 0.3 of the whole batch's speed: so whole is the default, and
+#: slices are for a machine whose admission shows that they pay. A layer's weights must fit too:
+#: case 8's (24 MiB) are read anew by each slice, which ran at 0.7 of the whole batch's speed. Slices
+#: of fewer samples give the threads too little: case 13 in twos was no faster than whole.
 _CACHED_BYTES = 2 * 2**20
 _LEAST_SAMPLES = 8
 
@@ -84,7 +85,7 @@ def sdpa_launches(contract: RuntimeContract) -> list[Launch]:
         for packed in choices["packed_qkv"]
     ]
     size = cached_samples(contract)
-    return [{**found[0], "slice": size}, *found] if size else found
+    return [*found, {**found[0], "slice": size}] if size else found
 
 
 def bind_sdpa(name: str, state: ModelState, contract: RuntimeContract, launch: Launch) -> Bound:
