@@ -36,10 +36,10 @@ _EXECUTIONS: dict[str, tuple[str, ...]] = {
 #: On a CPU a slice whose activation takes this many bytes stays in cache from one operation to the
 #: next: on two quiet cores cases 1 and 5 ran 1.06 and 1.2 times as fast in slices of 32 samples
 #: (2 MiB) as whole. Slices multiply the barriers between threads, though, and beside another busy
-#: process the same cases ran at 0.5 and 0.3 of the whole batch's speed: so whole is the default, and
+#: process the same cases ran at half the whole batch's speed and less: so whole is the default, and
 #: slices are for a machine whose admission shows that they pay. A layer's weights must fit too:
-#: case 8's (24 MiB) are read anew by each slice, which ran at 0.7 of the whole batch's speed. Slices
-#: of fewer samples give the threads too little: case 13 in twos was no faster than whole.
+#: case 8's (24 MiB) are read anew by each slice, which ran at 0.7 of the whole batch's speed.
+#: Slices of fewer samples give the threads too little: case 13 in twos was no faster than whole.
 _CACHED_BYTES = 2 * 2**20
 _LEAST_SAMPLES = 8
 
