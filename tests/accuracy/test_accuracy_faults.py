@@ -162,6 +162,11 @@ def test_no_finite_pair_leaves_the_figures_out() -> None:
 def test_float64_overflow_is_a_finite_failure() -> None:
     result = compare(one(1.7e308, torch.float64), one(-1.7e308, torch.float64))
     assert (result.failed, result.nonfinite, result.compared) == (1, 0, 1)
+    later = torch.zeros(6, dtype=torch.float64)
+    later[5] = 1.7e308
+    worst = compare(later, -later, chunk_elements=2).worst
+    assert worst is not None
+    assert worst.index == (5,)
     record = to_record(result, [1])
     assert record.max_abs is not None
     assert math.isfinite(record.max_abs)
@@ -216,3 +221,67 @@ def test_comparing_changes_neither_arm() -> None:
         compare(c, r)
         assert torch.equal(c, kept[0])
         assert torch.equal(r, kept[1])
+
+
+@pytest.mark.parametrize("other", [NAN, INF, -INF])
+def test_a_nonfinite_reference_does_not_hide_the_worst_difference(other: float) -> None:
+    r = torch.zeros(10)
+    r[2] = other
+    c = r.clone()
+    c[7] = 0.5
+    result = compare(c, r)
+    assert (result.failed, result.compared) == (1, 9)
+    assert result.budget_used == 250.0
+    assert result.worst is not None
+    assert result.worst.index == (7,)
+
+
+def test_each_kind_of_nonfinite_is_counted_in_its_arm() -> None:
+    c = torch.tensor([NAN, INF, INF, NAN, NAN, 0.0])
+    r = torch.tensor([0.0, 0.0, INF, INF, INF, INF])
+    result = compare(c, r, chunk_elements=2)
+    assert (result.candidate_nan, result.candidate_inf) == (3, 2)
+    assert (result.reference_nan, result.reference_inf) == (0, 4)
+    result = compare(r, c, chunk_elements=2)
+    assert (result.reference_nan, result.reference_inf) == (3, 2)
+
+
+def test_equal_integers_use_no_budget_and_the_worst_is_the_farthest() -> None:
+    r = torch.tensor([5, 5, 5])
+    same = compare(r, r)
+    assert (same.max_abs, same.budget_used, same.squared_error) == (0.0, 0.0, 0.0)
+    result = compare(torch.tensor([101, 6, 7]), torch.tensor([100, 5, 5]))
+    assert result.worst is not None
+    assert result.worst.index == (2,)
+    assert result.squared_error == pytest.approx(1 + 1 + 4)
+
+
+def test_an_empty_leaf_adds_nothing() -> None:
+    result = compare((torch.empty(0), torch.ones(3)), (torch.empty(0), torch.ones(3)))
+    assert (result.total, result.compared, result.failed) == (3, 3, 0)
+    assert (result.max_abs, result.budget_used, result.squared_error) == (0.0, 0.0, 0.0)
+    empty = compare(torch.empty(0), torch.empty(0))
+    assert (empty.compared, empty.max_abs, empty.budget_used, empty.rms) == (0, None, None, None)
+
+
+@pytest.mark.parametrize(("limit", "listed"), [(5, False), (6, True)])
+def test_very_wide_outputs_list_no_columns(
+    monkeypatch: pytest.MonkeyPatch, limit: int, listed: bool
+) -> None:
+    monkeypatch.setattr("pytest_fastlayer.elementwise.MAX_COLUMNS", limit)
+    assert bool(compare(torch.ones(2, 6), torch.zeros(2, 6)).columns) is listed
+
+
+def test_the_first_nonfinite_element_is_the_first() -> None:
+    r = torch.zeros(12)
+    c = r.clone()
+    c[5] = c[8] = NAN
+    c[11] = 1.0
+    result = compare(c, r, chunk_elements=3)
+    assert result.first_nonfinite is not None
+    assert result.first_nonfinite.index == (5,)
+
+
+def test_columns_count_failures_not_elements_at_the_limit() -> None:
+    result = compare(torch.tensor([[0.25, 1.0]]), torch.zeros(1, 2), Tolerance(0.25, 0.0))
+    assert result.columns[0].counts == ((1, 1),)

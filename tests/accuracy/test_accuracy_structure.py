@@ -138,6 +138,7 @@ def test_squared_error_takes_two_dtypes_and_refuses_two_shapes() -> None:
     total, count = squared_error(torch.ones(3), torch.zeros(3, dtype=torch.float64), chunk=2)
     assert (total, count) == (pytest.approx(3.0), 3)
     assert squared_error(torch.tensor([1.0, float("nan")]), torch.zeros(2)) == (1.0, 1)
+    assert squared_error(torch.full((2,), 3.0), torch.ones(2)) == (pytest.approx(8.0), 2)
     assert squared_error(torch.zeros(0), torch.zeros(0)) == (0.0, 0)
     with pytest.raises(ValueError, match="shapes differ"):
         squared_error(torch.ones(3), torch.ones(1))
