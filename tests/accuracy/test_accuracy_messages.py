@@ -61,6 +61,18 @@ def test_nonfinite_names_the_arm(
     assert "worst finite element uses 0 of its tolerance" in text
 
 
+@pytest.mark.parametrize(("mode", "allowed"), [("either", "allowed 0.5"), ("sum", "allowed 0.75")])
+def test_the_message_states_what_was_allowed(mode: str, allowed: str) -> None:
+    tolerance = Tolerance(0.25, 0.125, mode)  # type: ignore[arg-type]
+    result = compare(torch.tensor([-2.0]), torch.tensor([-4.0]), tolerance)
+    text = explain(result)
+    assert "difference 2" in text
+    assert allowed in text
+    assert tolerance.rule in text
+    small = compare(torch.tensor([1.0]), torch.tensor([0.0]), tolerance)
+    assert "allowed 0.25" in explain(small)
+
+
 def test_all_columns_failing_are_not_listed_one_by_one() -> None:
     text = explain(compare(torch.ones(2, 100), torch.zeros(2, 100)))
     assert "all 100" in text
@@ -100,7 +112,9 @@ def test_trials_merge_seeds_and_report_both_arms_against_float64() -> None:
     assert record.seeds == (0, 1, 2, 3, 4)
     assert record.rms_vs_float64 is not None
     assert record.rms_vs_float64.candidate == pytest.approx(1e-3, rel=1e-3)
-    assert record.rms_vs_float64.reference < 1e-6
+    truth = float64_twin(layer)(*inputs(0))
+    error = (layer(*inputs(0)) - truth).square().mean().sqrt().item()
+    assert record.rms_vs_float64.reference == pytest.approx(error, rel=1e-6)
     assert sorted(trials.kept) == [0, 1]
     assert layer.weight.dtype == torch.float32
 
@@ -144,3 +158,32 @@ def test_records_merge_several_comparisons() -> None:
     strict = Tolerance(0.0, 0.0, "sum")
     exact = to_record([compare(torch.ones(1), torch.zeros(1), strict)], [1], strict)
     assert exact.budget_used == 1e9
+
+
+def test_float64_is_evaluated_for_the_first_trial_and_nothing_kept_unless_asked() -> None:
+    calls: list[int] = []
+
+    def exact(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x.double()
+
+    trials = check_trials(lambda x: x, lambda x: x, inputs, range(3), float64=exact)
+    assert len(calls) == 1
+    assert trials.kept == {}
+
+
+def test_a_mismatch_or_an_integer_leaf_does_not_upset_the_float64_figures() -> None:
+    def mixed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
+        return x, x.argmax(), "name"
+
+    trials = check_trials(mixed, mixed, inputs, [1], float64=float64_twin(mixed))
+    assert trials.passed
+    assert trials.record.rms_vs_float64 is not None
+    assert trials.record.rms_vs_float64.candidate == 0.0
+    trials = check_trials(
+        lambda x: x, lambda x: x[:1], inputs, [1], float64=float64_twin(torch.sin)
+    )
+    assert not trials.passed
+    assert trials.record.rms_vs_float64 is None
+    integers = check_trials(torch.argmax, torch.argmax, inputs, [1], float64=torch.argmax)
+    assert integers.record.rms_vs_float64 is None

@@ -68,6 +68,15 @@ def test_structure_must_be_the_same(candidate: Any, reference: Any, word: str | 
         assert word in result.mismatches[0]
 
 
+def test_what_is_no_tensor_must_be_equal_and_a_missing_leaf_fails_once() -> None:
+    assert compare((ZERO, "x", None), (ZERO, "x", None)).passed
+    assert compare((ZERO, None), (ZERO, 3)).failed == 1
+    assert compare((ZERO, 3), (ZERO, None)).failed == 1
+    assert compare((ZERO, "x"), (ZERO, 3)).failed == 1
+    assert compare((ZERO,), (ZERO, ONE)).failed == 1
+    assert compare((ZERO, ONE), (ZERO,)).failed == 1
+
+
 def test_numbers_are_compared_by_the_same_rule() -> None:
     assert compare((1.0, 3), (1.001, 3)).passed
     assert not compare((1.0, 3), (1.1, 3)).passed
