@@ -49,6 +49,15 @@ class RouteError(FastlayerError, ValueError):
         self.rejected = dict(rejected or {})
 
 
+class RouteRefused(FastlayerError, RuntimeError):
+    """A route found while binding that it must not serve; it objects to such calls from then on."""
+
+    def __init__(self, route: str, reason: str) -> None:
+        super().__init__(f"route {route!r} refuses this call: {reason}")
+        self.route = route
+        self.reason = reason
+
+
 class UnsafeFallbackError(FastlayerError, RuntimeError):
     """No route is admitted, and dense arithmetic would not fit the memory that is free."""
 

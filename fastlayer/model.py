@@ -19,7 +19,7 @@ from fastlayer.config import TransformerConfig
 from fastlayer.contract import GIB, ITEMSIZES, Precision, RuntimeContract
 from fastlayer.device import free_bytes, probe
 from fastlayer.dispatch import POLICIES, Decision, Policy, decide
-from fastlayer.errors import ConfigError, InputError
+from fastlayer.errors import ConfigError, InputError, RouteRefused
 from fastlayer.masks import MaskClassifier, MaskKind
 from fastlayer.reference import ReferenceTransformer
 from fastlayer.routes import Bound, Launch, route_named
@@ -214,15 +214,22 @@ class FastTransformer(ReferenceTransformer):
         self, key: Hashable, x: torch.Tensor, kind: MaskKind, compiling: bool, runtime: _Runtime
     ) -> _Plan:
         contract = self._contract(x, kind, compiling)
-        decision = self._decide(contract)
-        route = route_named(decision.route)
-        assert route is not None
-        plan = _Plan(decision, route.bind(runtime.state, contract, decision.launch))
+        try:
+            plan = self._bound(self._decide(contract), runtime)
+        except RouteRefused:
+            # The route objects from now on, so this decides otherwise or says why it cannot.
+            plan = self._bound(self._decide(contract), runtime)
         if _is_memory_bound(contract):
             runtime.memory_bound.add(key)
             key = (key, contract.available_bytes)
         runtime.remember(key, plan)
         return plan
+
+    @staticmethod
+    def _bound(decision: Decision, runtime: _Runtime) -> _Plan:
+        route = route_named(decision.route)
+        assert route is not None
+        return _Plan(decision, route.bind(runtime.state, decision.contract, decision.launch))
 
     def _decide(self, contract: RuntimeContract) -> Decision:
         rows = admissions_module.committed() if self.admissions is None else self.admissions

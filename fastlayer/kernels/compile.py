@@ -38,7 +38,12 @@ class Resources:
 def compile_step(step: Step, capability: int) -> Any:
     """Triton's compiled kernel of ``step`` for compute capability ``capability`` (90 for 9.0)."""
     names = step.kernel.arg_names
-    values = (*step.tensors, *step.scalars)
+    activation = torch.empty(0)
+    lengths = torch.empty(0, dtype=torch.int32) if step.constants["LENGTHS"] else activation
+    values: tuple[torch.Tensor | int, ...] = (
+        *step.arguments(activation, activation, lengths),
+        *step.scalars,
+    )
     signature: dict[str, str] = {}
     constants: dict[str, Any] = dict(step.constants)
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -55,9 +60,7 @@ def compile_step(step: Step, capability: int) -> Any:
                 attributes[(index,)] = _ALIGNED
     signature |= {name: "constexpr" for name in names if name in step.constants}
     source = ASTSource(step.kernel, signature, constants, attributes)
-    return triton.compile(
-        source, target=GPUTarget("cuda", capability, _WARP), options=step.options
-    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, _WARP), options=step.options)
 
 
 def resources(compiled: Any) -> Resources:
@@ -71,3 +74,10 @@ def resources(compiled: Any) -> Resources:
         ).stdout
     found = dict(re.findall(r"(REG|STACK):(\d+)", text))
     return Resources(int(found["REG"]), int(found["STACK"]), int(compiled.metadata.shared))
+
+
+def ptxas_version(capability: int) -> str:
+    """Version of the ptxas that Triton calls for a capability: one of its own for Blackwell."""
+    tools = triton.knobs.nvidia
+    tool = tools.ptxas_blackwell if capability >= 100 else tools.ptxas
+    return str(tool.version)

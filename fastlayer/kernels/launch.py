@@ -1,19 +1,15 @@
-"""How a fused kernel is launched: the knobs, the arguments, the workspace. No policy.
-
-A ``Launch`` names a kernel form and its knobs; ``launch_model`` runs the whole model with it.
-Importing this module imports triton.
-"""
+"""From a ``Launch`` and a model's operands to kernel launches. No policy. Imports triton."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fastlayer.config import TransformerConfig
-from fastlayer.kernels.knobs import Launch
+from fastlayer.kernels.knobs import Launch, sizes_for
 from fastlayer.kernels.packing import FusedWeights
 from fastlayer.kernels.single import single_kernel
 from fastlayer.kernels.sizes import FusedSizes, power_of_two
@@ -22,74 +18,36 @@ from fastlayer.kernels.wavefront import layer_kernel, wavefront_kernel
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One kernel launch: ``kernel[grid](*tensors, *scalars, **constants, **options)``."""
+class Operands:
+    """``FusedWeights`` in the order in which a launch's kernels take them.
 
-    kernel: Any
-    grid: tuple[int, ...]
+    ``maximum`` says whether softmax must subtract its maximum.
+    """
+
     tensors: tuple[torch.Tensor, ...]
-    scalars: tuple[int, ...]
-    constants: dict[str, Any]
-    options: dict[str, Any]
-
-    def __call__(self) -> Any:
-        return self.kernel[self.grid](
-            *self.tensors, *self.scalars, **self.constants, **self.options
-        )
+    maximum: bool
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Workspace:
     """What tiles exchange during a launch. One for each stream: two launches may not share one.
 
-    ``flags`` are zero when new and consistent after every launch that ended; ``reset`` restores
-    them after one that did not.
+    The flags count up through all launches, and every launch leaves them equal within a sequence,
+    also one that gave up waiting, so nothing clears them.
     """
 
     keys: torch.Tensor
     flags: torch.Tensor
 
-    def reset(self) -> None:
-        self.flags.zero_()
-
-
-def sizes_for(launch: Launch, config: TransformerConfig) -> FusedSizes:
-    """``config`` as ``launch`` sees it: strips pad narrow heads that the other forms pair."""
-    return FusedSizes(
-        batch=config.batch_size,
-        tokens=config.seq_len,
-        d_model=config.d_model,
-        num_heads=config.num_heads,
-        ffn_dim=config.ffn_dim,
-        num_layers=config.num_layers,
-        causal=config.causal,
-        narrowest_head=16 if launch.form == "strips" else 8,
-    )
-
 
 def new_workspace(launch: Launch, sizes: FusedSizes, device: torch.device | str) -> Workspace:
-    """The workspace of ``launch``, empty for the form that needs none."""
-    tiles = launch.tiles(sizes)
-    # Blocks of keys may reach past the last tile.
-    rows = sizes.batch * tiles * launch.rows + launch.keys
-    copies, columns = {
-        "single": (0, 0),
-        "wavefront": (sizes.num_layers, 3 * sizes.heads_width),
-        "layers": (2, 3 * sizes.heads_width),
-        "strips": (sizes.num_layers, 2 * sizes.heads_width),
-    }[launch.form]
+    """The workspace of ``launch``, next to nothing for the form that needs none."""
+    keys, flags = launch.workspace_elements(sizes)
     # Zeros, not whatever was there: a masked probability of zero times a stale NaN is NaN.
-    keys = torch.zeros(max(1, copies * rows * columns), dtype=torch.float16, device=device)
-    flags = torch.zeros(sizes.batch * power_of_two(tiles), dtype=torch.int32, device=device)
-    return Workspace(keys, flags)
-
-
-@dataclass(frozen=True, slots=True)
-class Operands:
-    """``FusedWeights`` in the order in which a launch's kernels take them."""
-
-    tensors: tuple[torch.Tensor, ...]
-    maximum: bool
+    return Workspace(
+        torch.zeros(keys, dtype=torch.float16, device=device),
+        torch.zeros(flags, dtype=torch.int32, device=device),
+    )
 
 
 def operands(launch: Launch, sizes: FusedSizes, weights: FusedWeights) -> Operands:
@@ -97,119 +55,172 @@ def operands(launch: Launch, sizes: FusedSizes, weights: FusedWeights) -> Operan
     rest = (weights.biases, weights.final)
     maximum = launch.keeps_maximum(weights.score_bounds)
     if launch.form != "strips":
-        return Operands(
-            (weights.qkv, weights.out, weights.ffn_in, weights.ffn_out, *rest), maximum
-        )
+        return Operands((weights.qkv, weights.out, weights.ffn_in, weights.ffn_out, *rest), maximum)
     query, keys_values = weights.qkv.split([sizes.heads_width, 2 * sizes.heads_width], dim=2)
-    part = sizes.heads_width // launch.passes
-    chunk = min(launch.chunk, sizes.hidden)
     pieces = (
         (query, sizes.width),
         (keys_values, sizes.width),
-        (weights.out, part),
+        (weights.out, sizes.heads_width // launch.passes),
         (weights.ffn_in, sizes.width),
-        (weights.ffn_out, chunk),
+        (weights.ffn_out, min(launch.chunk, sizes.hidden)),
     )
     matrices = (fragments(matrix, launch.warps, depth) for matrix, depth in pieces)
     return Operands((*matrices, *rest), maximum)
 
 
-def steps(
-    launch: Launch,
-    sizes: FusedSizes,
-    packed: Operands,
-    workspace: Workspace,
-    x: torch.Tensor,
-    out: torch.Tensor,
-    lengths: torch.Tensor | None,
-) -> list[Step]:
-    """The kernel launches that write the model's output for ``x [B, N, d]`` to ``out``.
+@dataclass(slots=True)
+class Step:
+    """One kernel launch of a program, everything fixed but the input, the output, the lengths.
 
-    ``x`` and ``out`` are float32 and contiguous; ``lengths [B]`` int32 counts each sample's valid
-    tokens, None where all are.
+    ``continues`` says that it reads the residual from the output rather than from the input.
     """
-    return _FORMS[launch.form](
-        launch, sizes, packed, workspace, x, out, x if lengths is None else lengths
-    )
+
+    kernel: Any
+    programs: int
+    weights: tuple[torch.Tensor, ...]
+    exchange: tuple[torch.Tensor, ...]
+    scalars: tuple[int, ...]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+    continues: bool = False
+    _runner: Callable[..., None] | None = field(default=None, repr=False)
+    _tail: tuple[Any, ...] = field(default=(), repr=False)
+
+    def arguments(
+        self, x: torch.Tensor, out: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """The kernel's tensors, its first arguments."""
+        source = out if self.continues else x
+        return (source, out, *self.weights, lengths, *self.exchange)
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor, lengths: torch.Tensor) -> None:
+        tensors = self.arguments(x, out, lengths)
+        if self._runner is not None:
+            # Triton's own dispatch looks every argument over again; nothing here ever changes.
+            self._runner(*tensors, *self._tail)
+            return
+        grid = (self.programs, 1, 1)
+        compiled = self.kernel[grid](*tensors, *self.scalars, **self.constants, **self.options)
+        if compiled is not None:  # The interpreter compiles nothing.
+            names = self.kernel.arg_names[len(tensors) + len(self.scalars) :]
+            self._tail = (*self.scalars, *(self.constants[name] for name in names))
+            self._runner = compiled[grid]
 
 
-def _common(launch: Launch, sizes: FusedSizes, packed: Operands, lengths: bool) -> dict[str, Any]:
+class Program:
+    """The whole model for one shape, mask presence and stream: ``program(x, out, lengths)``."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        sizes: FusedSizes,
+        packed: Operands,
+        workspace: Workspace,
+        masked: bool,
+    ) -> None:
+        self.steps: list[Step] = _FORMS[launch.form](launch, sizes, packed, workspace, masked)
+
+    def __call__(
+        self, x: torch.Tensor, out: torch.Tensor, lengths: torch.Tensor | None = None
+    ) -> None:
+        """Writes the model's output for ``x [B, N, d]`` to ``out``.
+
+        ``x`` and ``out`` are float32, contiguous and aligned to sixteen bytes; ``lengths [B]``
+        int32 counts each sample's valid tokens and is given exactly if the program is masked.
+        """
+        last = x if lengths is None else lengths
+        for step in self.steps:
+            step(x, out, last)
+
+
+def _common(launch: Launch, sizes: FusedSizes, packed: Operands, masked: bool) -> dict[str, Any]:
     return {
         "D": sizes.d_model,
         "W": sizes.width,
         "F": sizes.hidden,
         "LAYERS": sizes.num_layers,
-        "LENGTHS": lengths,
+        "LENGTHS": masked,
         "ROWS": launch.rows,
         "MAXIMUM": packed.maximum,
         "EXACT_GELU": launch.exact_gelu,
+        "CHUNK": min(launch.chunk, sizes.hidden),
     }
 
 
-def _grouped(sizes: FusedSizes) -> dict[str, Any]:
+def _grouped(launch: Launch, sizes: FusedSizes) -> dict[str, Any]:
     return {
         "GROUPS": sizes.groups,
         "GROUP": sizes.group_width,
         "HEADS": sizes.heads_per_group,
         "G": sizes.heads_width,
+        "STAGES": launch.stages,
     }
 
 
-def _single(launch, sizes, packed, workspace, x, out, lengths):  # type: ignore[no-untyped-def]
+def _tiled(launch: Launch, sizes: FusedSizes) -> dict[str, Any]:
+    return {
+        **_grouped(launch, sizes),
+        "KEYS": launch.keys,
+        "ONCE": launch.tiles(sizes) * launch.rows <= launch.keys,
+        "FLAT": launch.flat,
+        "ATTENTION_STAGES": launch.attention_stages or launch.stages,
+        "QKV_CHUNK": min(launch.qkv_chunk, sizes.heads_width),
+    }
+
+
+def _single(
+    launch: Launch, sizes: FusedSizes, packed: Operands, workspace: Workspace, masked: bool
+) -> list[Step]:
     span = power_of_two(sizes.tokens)
     constants = {
-        **_common(launch, sizes, packed, lengths is not x),
-        **_grouped(sizes),
+        **_common(launch, sizes, packed, masked),
+        **_grouped(launch, sizes),
         "CAUSAL": sizes.causal,
         "SPAN": span,
-        "CHUNK": min(launch.chunk, sizes.hidden),
-        "STAGES": launch.stages,
     }
-    grid = (-(-sizes.batch // (launch.rows // span)),)
-    tensors = (x, out, *packed.tensors, lengths)
-    scalars = (sizes.batch, sizes.tokens)
-    return [Step(single_kernel, grid, tensors, scalars, constants, launch.options)]
+    programs, scalars = launch.programs(sizes), (sizes.batch, sizes.tokens)
+    return [Step(single_kernel, programs, packed.tensors, (), scalars, constants, launch.options)]
 
 
-def _tiled(launch, sizes, packed, lengths):  # type: ignore[no-untyped-def]
-    tiles = launch.tiles(sizes)
-    return {
-        **_common(launch, sizes, packed, lengths),
-        **_grouped(sizes),
-        "KEYS": launch.keys,
-        "ONCE": tiles * launch.rows <= launch.keys,
-        "QKV_CHUNK": min(launch.qkv_chunk, sizes.heads_width),
-        "CHUNK": min(launch.chunk, sizes.hidden),
-        "STAGES": launch.stages,
-    }
-
-
-def _wavefront(launch, sizes, packed, workspace, x, out, lengths):  # type: ignore[no-untyped-def]
+def _wavefront(
+    launch: Launch, sizes: FusedSizes, packed: Operands, workspace: Workspace, masked: bool
+) -> list[Step]:
     tiles = launch.tiles(sizes)
     constants = {
-        **_tiled(launch, sizes, packed, lengths is not x),
+        **_common(launch, sizes, packed, masked),
+        **_tiled(launch, sizes),
         "TILES": power_of_two(tiles),
         "BY_TILE": launch.by_tile,
     }
-    tensors = (x, out, *packed.tensors, lengths, workspace.keys, workspace.flags)
+    exchange = (workspace.keys, workspace.flags)
     scalars = (sizes.batch, sizes.tokens, tiles)
-    grid = (sizes.batch * tiles,)
-    return [Step(wavefront_kernel, grid, tensors, scalars, constants, launch.options)]
+    programs = sizes.batch * tiles
+    kernel = wavefront_kernel
+    return [Step(kernel, programs, packed.tensors, exchange, scalars, constants, launch.options)]
 
 
-def _layers(launch, sizes, packed, workspace, x, out, lengths):  # type: ignore[no-untyped-def]
-    tiles = launch.tiles(sizes)
-    constants = {**_tiled(launch, sizes, packed, lengths is not x), "CAUSAL": sizes.causal}
-    grid = (sizes.batch * tiles,)
-    last = sizes.num_layers
+def _layers(
+    launch: Launch, sizes: FusedSizes, packed: Operands, workspace: Workspace, masked: bool
+) -> list[Step]:
+    tiles, last = launch.tiles(sizes), sizes.num_layers
+    constants = {
+        **_common(launch, sizes, packed, masked),
+        **_tiled(launch, sizes),
+        "CAUSAL": sizes.causal,
+    }
 
     def part(layer: int, attend: bool, project: bool) -> Step:
-        # Until the first layer is done, the residual is the input itself.
-        source = x if layer - attend < 1 else out
-        tensors = (source, out, *packed.tensors, lengths, workspace.keys)
-        scalars = (sizes.batch, sizes.tokens, tiles, layer)
-        parts = {"ATTEND": attend, "PROJECT": project, "LAST": layer == last}
-        return Step(layer_kernel, grid, tensors, scalars, {**constants, **parts}, launch.options)
+        return Step(
+            layer_kernel,
+            sizes.batch * tiles,
+            packed.tensors,
+            (workspace.keys,),
+            (sizes.batch, sizes.tokens, tiles, layer),
+            {**constants, "ATTEND": attend, "PROJECT": project, "LAST": layer == last},
+            launch.options,
+            # Until the first layer is done, the residual is the input itself.
+            continues=layer - attend >= 1,
+        )
 
     result = [part(0, False, True)]
     for layer in range(1, last + 1):
@@ -220,27 +231,29 @@ def _layers(launch, sizes, packed, workspace, x, out, lengths):  # type: ignore[
     return result
 
 
-def _strips(launch, sizes, packed, workspace, x, out, lengths):  # type: ignore[no-untyped-def]
+def _strips(
+    launch: Launch, sizes: FusedSizes, packed: Operands, workspace: Workspace, masked: bool
+) -> list[Step]:
     strips = launch.tiles(sizes)
     constants = {
-        **_common(launch, sizes, packed, lengths is not x),
+        **_common(launch, sizes, packed, masked),
         "H": sizes.heads_width // sizes.padded_head,
         "HEAD": sizes.padded_head,
         "STRIPS": power_of_two(strips),
         "KEYS": power_of_two(strips * launch.rows),
         "PASSES": launch.passes,
         "QKV_CHUNK": min(launch.qkv_chunk, 2 * sizes.heads_width),
-        "CHUNK": min(launch.chunk, sizes.hidden),
         "WARPS": launch.warps,
         "EARLY": launch.early,
     }
-    tensors = (x, out, *packed.tensors, lengths, workspace.keys, workspace.flags)
+    exchange = (workspace.keys, workspace.flags)
     scalars = (sizes.batch, sizes.tokens, strips)
-    grid = (sizes.batch * strips,)
-    return [Step(strips_kernel, grid, tensors, scalars, constants, launch.options)]
+    programs = sizes.batch * strips
+    kernel = strips_kernel
+    return [Step(kernel, programs, packed.tensors, exchange, scalars, constants, launch.options)]
 
 
-_FORMS: dict[str, Callable[..., list[Step]]] = {
+_FORMS: dict[str, Callable[[Launch, FusedSizes, Operands, Workspace, bool], list[Step]]] = {
     "single": _single,
     "wavefront": _wavefront,
     "layers": _layers,
@@ -248,16 +261,15 @@ _FORMS: dict[str, Callable[..., list[Step]]] = {
 }
 
 
-def launch_model(
+def program(
     launch: Launch,
-    sizes: FusedSizes,
-    packed: Operands,
-    workspace: Workspace,
-    x: torch.Tensor,
-    lengths: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The model's output ``[B, N, d]`` for ``x``; see ``steps``."""
-    out = torch.empty_like(x)
-    for step in steps(launch, sizes, packed, workspace, x, out, lengths):
-        step()
-    return out
+    config: TransformerConfig,
+    weights: FusedWeights,
+    *,
+    masked: bool,
+    device: torch.device | str,
+) -> Program:
+    """A program with a workspace of its own, from a model's folded weights."""
+    sizes = sizes_for(launch, config)
+    packed = operands(launch, sizes, weights)
+    return Program(launch, sizes, packed, new_workspace(launch, sizes, device), masked)

@@ -54,21 +54,19 @@ class FusedWeights:
 
 
 def pack(state: Mapping[str, torch.Tensor], sizes: FusedSizes) -> FusedWeights:
-    """Folds a ``state_dict`` of the model (see ``fastlayer.reference``) for ``sizes``."""
-    return _pack(state, sizes)
+    """Folds the model's parameters by name (see ``fastlayer.reference``) for ``sizes``.
 
-
-def _pack(state: Mapping[str, torch.Tensor], sizes: FusedSizes) -> FusedWeights:
+    It computes on the CPU: small matrices, and float64 is slow on most GPUs.
+    """
     device = state["final_norm.weight"].device
-    exact = {name: value.detach().double() for name, value in state.items()}
+    exact = {name: value.detach().cpu().double() for name, value in state.items()}
     layers = [_Layer(exact, f"layers.{index}.", sizes) for index in range(sizes.num_layers)]
 
     def stack(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return torch.stack([getattr(layer, name) for layer in layers]).to(dtype).contiguous()
+        return torch.stack([getattr(layer, name) for layer in layers]).to(device, dtype)
 
-    final = torch.zeros(2, sizes.width, dtype=torch.float32, device=device)
-    final[0, : sizes.d_model] = state["final_norm.weight"].detach()
-    final[1, : sizes.d_model] = state["final_norm.bias"].detach()
+    affine = torch.stack([exact["final_norm.weight"], exact["final_norm.bias"]])
+    final = _pad(affine, 1, sizes.width).to(device, torch.float32)
     halves = {name: stack(name, torch.float16) for name in ("qkv", "out", "ffn_in", "ffn_out")}
     biases = stack("biases", torch.float32)
     finite = all(bool(value.isfinite().all()) for value in (*halves.values(), biases, final))
@@ -84,9 +82,7 @@ def _pack(state: Mapping[str, torch.Tensor], sizes: FusedSizes) -> FusedWeights:
 class _Layer:
     """One block folded in float64."""
 
-    def __init__(
-        self, exact: Mapping[str, torch.Tensor], prefix: str, sizes: FusedSizes
-    ) -> None:
+    def __init__(self, exact: Mapping[str, torch.Tensor], prefix: str, sizes: FusedSizes) -> None:
         def linear(name: str) -> tuple[torch.Tensor, torch.Tensor]:
             return exact[f"{prefix}{name}.weight"], exact[f"{prefix}{name}.bias"]
 

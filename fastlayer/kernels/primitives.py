@@ -5,6 +5,8 @@ where ``start`` is what its own flag held when the launch began: every launch ad
 so nothing has to be cleared between launches. Differences are taken modulo 2**32.
 """
 
+# Triton types what it compiles; its parameters are tensors, not Python's.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return"
 from __future__ import annotations
 
 import triton
@@ -111,10 +113,7 @@ def softmax_step(s, m, total, acc, v, goes_on, MAXIMUM: tl.constexpr):
 @triton.jit
 def softmax_whole(s, v, MAXIMUM: tl.constexpr):
     """Softmax over all keys at once, then times ``v``; shapes as in ``softmax_step``."""
-    if MAXIMUM:
-        p = tl.exp2(s - tl.max(s, axis=1)[:, None])
-    else:
-        p = tl.exp2(s)
+    p = tl.exp2(s - tl.max(s, axis=1)[:, None] if MAXIMUM else s)
     total = tl.sum(p, axis=1)
     return tl.dot(p.to(tl.float16), v) * reciprocal(total)[:, None]
 
@@ -125,7 +124,7 @@ def feed_forward(
     D: tl.constexpr, W: tl.constexpr, F: tl.constexpr, CHUNK: tl.constexpr,
     EXACT_GELU: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``x + gelu(norm(x) W1 + b1) W2 + b2`` for a tile ``x [R, W]``, ``CHUNK`` hidden columns at once."""
+    """``x + gelu(norm(x) W1 + b1) W2 + b2`` for ``x [R, W]``, ``CHUNK`` hidden columns at once."""
     cols = tl.arange(0, W)
     part = tl.arange(0, CHUNK)
     b2 = tl.load(b2_ptr + cols)

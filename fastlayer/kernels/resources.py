@@ -1,12 +1,12 @@
-"""Registers, stack and shared memory of every fused kernel, for every supported architecture.
+"""Registers, stack and shared memory of the fused kernels on every architecture they support.
 
     python -m fastlayer.kernels.resources            # compare with baselines/resources.json
     python -m fastlayer.kernels.resources --write    # replace it
 
-No GPU is needed: Triton compiles for a named target. The baseline holds one row for each variant of
-``VARIANTS`` and each capability of ``SHARED_LIMITS``, and the Triton and ptxas versions it was read
-with: other versions allocate registers otherwise, so a comparison across versions checks only the
-limits of the hardware.
+No GPU is needed: Triton compiles for a named target. The baseline holds a row for each capability,
+disclosed case and distinct kernel of a listed launch, and the Triton and ptxas versions it was read
+with. Other versions allocate registers otherwise, so across versions only shared memory, which the
+hardware limits, is judged.
 """
 
 from __future__ import annotations
@@ -14,25 +14,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
 
-from fastlayer.kernels.compile import Resources, compile_step, resources
-from fastlayer.kernels.knobs import Launch
-from fastlayer.kernels.launch import Step, Workspace, operands, steps
-from fastlayer.kernels.launches import VARIANTS, Variant, launch_for
+from fastlayer.cases import CASES
+from fastlayer.kernels.compile import Resources, compile_step, ptxas_version, resources
+from fastlayer.kernels.knobs import Launch, sizes_for
+from fastlayer.kernels.launch import Program, Step, Workspace, operands
+from fastlayer.kernels.launches import CAPABILITIES, COMPILED, MEASURED
 from fastlayer.kernels.packing import FusedWeights
-from fastlayer.kernels.sizes import FusedSizes
 
 BASELINE = Path("baselines/resources.json")
 
-#: Bytes of shared memory one block may use, by compute capability (CUDA C++ Programming Guide,
-#: table of technical specifications per compute capability).
+#: Bytes of shared memory that one block may use, by compute capability (CUDA C++ Programming Guide,
+#: technical specifications per compute capability: the limit a block may opt in to).
 SHARED_LIMITS: dict[int, int] = {
     80: 166_912,
     86: 101_376,
@@ -41,4 +40,126 @@ SHARED_LIMITS: dict[int, int] = {
     100: 232_448,
     120: 101_376,
 }
-"""
+
+#: Growth that does not fail a comparison: ptxas moves this much over unrelated edits.
+STACK_SLACK = 32
+SHARED_SLACK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel to compile. ``part`` tells apart the kernels of a launch that has several."""
+
+    capability: int
+    case: int
+    launch: Launch
+    maximum: bool
+    part: int
+
+    @property
+    def name(self) -> str:
+        knobs = ",".join(f"{key}={value}" for key, value in self.launch.as_dict().items())
+        softmax = "" if self.maximum else " no maximum"
+        return f"sm_{self.capability} case {self.case} {knobs}{softmax} part {self.part}"
+
+
+#: Cases whose default initialisation proves that softmax needs no maximum.
+_PROVEN = (7, 9)
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Every kernel that the listed launches of a capability would compile, each once."""
+    table = MEASURED.get(divmod(capability, 10), COMPILED)
+    for case, rows in table.items():
+        for row in rows:
+            for part in (0, 1, CASES[case].num_layers) if row.launch.form == "layers" else (0,):
+                yield Variant(capability, case, row.launch, case not in _PROVEN, part)
+
+
+def step_of(variant: Variant) -> Step:
+    """The kernel launch of a variant, with tensors of no size: only types matter to a compiler."""
+    half, single = torch.empty(0, dtype=torch.float16), torch.empty(0)
+    sizes = sizes_for(variant.launch, CASES[variant.case])
+    shapes = {
+        "qkv": (sizes.num_layers, sizes.width, 3 * sizes.heads_width),
+        "out": (sizes.num_layers, sizes.heads_width, sizes.width),
+        "ffn_in": (sizes.num_layers, sizes.width, sizes.hidden),
+        "ffn_out": (sizes.num_layers, sizes.hidden, sizes.width),
+    }
+    weights = FusedWeights(
+        **{name: half.new_empty(shape) for name, shape in shapes.items()},
+        biases=single,
+        final=single,
+        score_bounds=(float("inf") if variant.maximum else 0.0,),
+        overflow=False,
+    )
+    packed = operands(variant.launch, sizes, weights)
+    workspace = Workspace(half, torch.empty(0, dtype=torch.int32))
+    return Program(variant.launch, sizes, packed, workspace, masked=False).steps[variant.part]
+
+
+def measure(variant: Variant) -> Resources:
+    return resources(compile_step(step_of(variant), variant.capability))
+
+
+def toolchain(capability: int) -> str:
+    """What allocates registers: the versions of Triton and of the ptxas it would call."""
+    return f"triton {triton.__version__}, ptxas {ptxas_version(capability)}"
+
+
+def complaints(
+    variant: Variant, found: Resources, baseline: Mapping[str, Mapping[str, object]], tools: str
+) -> list[str]:
+    """What is worse than the limits or the baseline; empty where nothing is."""
+    limit = SHARED_LIMITS[variant.capability]
+    result = []
+    if found.shared > limit:
+        result.append(f"takes {found.shared:,} bytes of shared memory; a block may use {limit:,}")
+    row = baseline.get(variant.name)
+    if row is None:
+        return [*result, f"has no baseline; run python -m {__spec__.name} --write"]
+    if row["tools"] != tools:
+        return result
+    for field, slack in (("stack", STACK_SLACK), ("shared", SHARED_SLACK)):
+        now, then = getattr(found, field), int(str(row[field]))
+        if now > then + slack:
+            result.append(f"{field} grew from {then:,} to {now:,} bytes")
+    return result
+
+
+def read_baseline(path: Path = BASELINE) -> dict[str, dict[str, object]]:
+    rows: dict[str, dict[str, object]] = json.loads(path.read_text())["kernels"]
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fastlayer.kernels.resources")
+    parser.add_argument("--write", action="store_true", help="replace the baseline")
+    parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE")
+    parser.add_argument(
+        "--capability", type=int, choices=CAPABILITIES, action="append", help="only this one"
+    )
+    options = parser.parse_args(arguments)
+    baseline = {} if options.write else read_baseline(options.baseline)
+    rows, failed = {}, 0
+    for capability in options.capability or CAPABILITIES:
+        tools = toolchain(capability)
+        for variant in variants(capability):
+            found = measure(variant)
+            rows[variant.name] = {**asdict(found), "tools": tools}
+            print(f"{variant.name}: {found}", flush=True)
+            if not options.write:
+                for complaint in complaints(variant, found, baseline, tools):
+                    failed += 1
+                    print(f"  FAILED: {complaint}", flush=True)
+            elif found.shared > SHARED_LIMITS[capability]:
+                failed += 1
+                print(f"  FAILED: {found.shared:,} bytes of shared memory do not fit", flush=True)
+    if options.write and not failed:
+        text = json.dumps({"schema_version": 1, "kernels": rows}, indent=1, sort_keys=True)
+        options.baseline.write_text(text + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

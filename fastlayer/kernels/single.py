@@ -11,6 +11,8 @@ Operands are float16, sums float32. Attention is block-diagonal over the sequenc
 Operands and their padding: ``packing.FusedWeights`` and ``sizes.FusedSizes``.
 """
 
+# Triton types what it compiles; its parameters are tensors, not Python's.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return"
 from __future__ import annotations
 
 import triton

@@ -16,6 +16,8 @@ high, so that many programs share a sequence, and the chain of dependent steps i
     x += softmax(q k^T) v Wo;  for each chunk:  x += gelu(norm(x) W1 + b1) W2
 """
 
+# Triton types what it compiles; its parameters are tensors, not Python's.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return"
 from __future__ import annotations
 
 import torch
@@ -33,7 +35,7 @@ from fastlayer.kernels.primitives import (
 
 
 def fragments(matrices: torch.Tensor, warps: int, depth: int) -> torch.Tensor:
-    """``[L, K, N]`` float16 to ``[L, K * N]``, in pieces of ``depth`` rows of K, as ``_product`` reads.
+    """``[L, K, N]`` float16 to ``[L, K * N]``, in pieces of ``depth`` rows, for ``_product``.
 
     A 16x8 B operand of mma.m16n8k16 gives lane ``4 n + q`` the elements ``k = 8 h + 2 q + p`` for
     h, p in 0..1 (PTX ISA, matrix fragments). Two such operands along K make sixteen bytes a lane;
@@ -55,7 +57,7 @@ def _piece(ptr, index, SIZE: tl.constexpr):
 
 @triton.jit
 def _product(a, flat, acc, K: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr):
-    """``a [R, K]`` times the piece ``[K, N]`` that ``fragments`` laid down as ``flat``, plus acc."""
+    """``acc`` plus ``a [R, K]`` times the ``[K, N]`` that ``fragments`` laid down as ``flat``."""
     SIDE: tl.constexpr = WARPS if WARPS * 8 <= N else N // 8
     split = tl.reshape(flat, [N // (8 * SIDE), K // 32, SIDE, 8, 4, 2, 2, 2])
     b = tl.reshape(tl.permute(split, (1, 5, 6, 4, 7, 0, 2, 3)), [K, N])
@@ -168,10 +170,7 @@ def strips_kernel(
                 cache_modifier=".cg",
             )  # fmt: skip
             s = tl.where(visible, tl.dot(q, k), float("-inf"))
-            if MAXIMUM:
-                e = tl.exp2(s - tl.max(s, axis=2)[:, :, None])
-            else:
-                e = tl.exp2(s)
+            e = tl.exp2(s - tl.max(s, axis=2)[:, :, None] if MAXIMUM else s)
             total = tl.sum(e, axis=2)
             o = tl.dot(e.to(tl.float16), v)
             o = (o * reciprocal(total)[:, :, None]).to(tl.float16)

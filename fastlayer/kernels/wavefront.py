@@ -9,9 +9,11 @@ A program owns ``ROWS`` rows of one sequence through all layers, with their floa
     adds    gelu(norm(x) W1) W2.
 
 A tile waits only on programs of lower id, so whatever part of the grid is resident advances.
-Operands and their padding: ``packing.FusedWeights`` and ``sizes.FusedSizes``; flags: ``primitives``.
+Operands and their padding: ``packing.FusedWeights``, ``sizes.FusedSizes``; flags: ``primitives``.
 """
 
+# Triton types what it compiles; its parameters are tensors, not Python's.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return"
 from __future__ import annotations
 
 import triton
@@ -134,11 +136,61 @@ def attend_blocks(
 
 
 @triton.jit
+def attend_heads(
+    x, sequence_ptr, wo_ptr, tile, limit,
+    W: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    G: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    MAXIMUM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As ``attend_blocks``, a loop a head; a head's masked block waits in registers meanwhile."""
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, W)
+    head = tl.arange(0, GROUP)
+    keys = tl.arange(0, KEYS)
+    last = (limit - 1) // KEYS * KEYS
+    q_ptrs = sequence_ptr + rows[:, None] * (3 * G) + head[None, :]
+    k_ptrs = sequence_ptr + G + keys[None, :] * (3 * G) + head[:, None]
+    v_ptrs = sequence_ptr + 2 * G + keys[:, None] * (3 * G) + head[None, :]
+    visible = (last + keys < limit)[None, :]
+    if CAUSAL:
+        visible = rows[:, None] >= (last + keys)[None, :]
+    next_q = tl.load(q_ptrs, cache_modifier=".cg")
+    next_k = tl.load(k_ptrs + last * (3 * G), cache_modifier=".cg")
+    next_v = tl.load(v_ptrs + last * (3 * G), cache_modifier=".cg")
+    next_w = tl.load(wo_ptr + head[:, None] * W + cols[None, :])
+    for unit in tl.range(0, GROUPS * HEADS, num_stages=1):
+        column = unit // HEADS * GROUP
+        q, k_last, v_last, w = next_q, next_k, next_v, next_w
+        following = tl.minimum(unit + 1, GROUPS * HEADS - 1) // HEADS * GROUP
+        next_q = tl.load(q_ptrs + following, cache_modifier=".cg")
+        next_k = tl.load(k_ptrs + last * (3 * G) + following, cache_modifier=".cg")
+        next_v = tl.load(v_ptrs + last * (3 * G) + following, cache_modifier=".cg")
+        next_w = tl.load(wo_ptr + (following + head)[:, None] * W + cols[None, :])
+        if HEADS > 1:
+            own = (head // (GROUP // HEADS) == unit % HEADS)[None, :]
+            q = tl.where(own, q, 0.0)
+        m = tl.full([ROWS], -1e30, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, GROUP], tl.float32)
+        for start in tl.range(0, last, KEYS, num_stages=STAGES):
+            k = tl.load(k_ptrs + start * (3 * G) + column, cache_modifier=".cg")
+            v = tl.load(v_ptrs + start * (3 * G) + column, cache_modifier=".cg")
+            m, total, acc = softmax_step(tl.dot(q, k), m, total, acc, v, True, MAXIMUM)
+        s = tl.where(visible, tl.dot(q, k_last), float("-inf"))
+        m, total, acc = softmax_step(s, m, total, acc, v_last, True, MAXIMUM)
+        o = acc * reciprocal(total)[:, None]
+        if HEADS > 1:
+            o = tl.where(own, o, 0.0)
+        x = tl.dot(o.to(tl.float16), w, x)
+    return x
+
+
+@triton.jit
 def add_attention(
     x, sequence_ptr, wo_ptr, tile, limit,
     W: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
     G: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, ONCE: tl.constexpr,
-    CAUSAL: tl.constexpr, MAXIMUM: tl.constexpr, STAGES: tl.constexpr,
+    FLAT: tl.constexpr, CAUSAL: tl.constexpr, MAXIMUM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``x + attention``, bias apart, from the Q, K, V stored at ``sequence_ptr [., 3 G]``."""
     if ONCE:
@@ -146,7 +198,12 @@ def add_attention(
             x, sequence_ptr, wo_ptr, tile, limit,
             W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, CAUSAL, MAXIMUM, STAGES,
         )  # fmt: skip
-    return attend_blocks(
+    if FLAT:
+        return attend_blocks(
+            x, sequence_ptr, wo_ptr, tile, limit,
+            W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, CAUSAL, MAXIMUM, STAGES,
+        )  # fmt: skip
+    return attend_heads(
         x, sequence_ptr, wo_ptr, tile, limit,
         W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, CAUSAL, MAXIMUM, STAGES,
     )  # fmt: skip
@@ -159,10 +216,11 @@ def wavefront_kernel(
     D: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     HEADS: tl.constexpr, G: tl.constexpr, F: tl.constexpr, LAYERS: tl.constexpr,
     LENGTHS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    ONCE: tl.constexpr, BY_TILE: tl.constexpr, QKV_CHUNK: tl.constexpr, CHUNK: tl.constexpr,
-    MAXIMUM: tl.constexpr, EXACT_GELU: tl.constexpr, STAGES: tl.constexpr,
+    ONCE: tl.constexpr, FLAT: tl.constexpr, BY_TILE: tl.constexpr, QKV_CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, MAXIMUM: tl.constexpr, EXACT_GELU: tl.constexpr, STAGES: tl.constexpr,
+    ATTENTION_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """See the module. ``keys_ptr`` is ``[L, batch, tiles * ROWS, 3 G]``, ``flag_ptr [batch, TILES]``.
+    """See the module. ``keys_ptr [L, batch, tiles * ROWS, 3 G]``, ``flag_ptr [batch, TILES]``.
 
     ``BY_TILE`` orders programs by tile first, so that what runs together does equal work.
     """
@@ -206,7 +264,7 @@ def wavefront_kernel(
         served &= await_tiles(flags + slots, slots < tile, start + layer + 1)
         x = add_attention(
             x + bo[None, :], here, wo_ptr + layer * (G * W), tile, (tile + 1) * ROWS,
-            W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, ONCE, True, MAXIMUM, STAGES,
+            W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, ONCE, FLAT, True, MAXIMUM, ATTENTION_STAGES,
         )  # fmt: skip
         ffn = bias + G + W
         x = feed_forward(
@@ -225,9 +283,10 @@ def layer_kernel(
     keys_ptr, batch, tokens, tiles, layer,
     D: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     HEADS: tl.constexpr, G: tl.constexpr, F: tl.constexpr, LAYERS: tl.constexpr,
-    ATTEND: tl.constexpr, PROJECT: tl.constexpr, LAST: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, ONCE: tl.constexpr, QKV_CHUNK: tl.constexpr,
-    CHUNK: tl.constexpr, MAXIMUM: tl.constexpr, EXACT_GELU: tl.constexpr, STAGES: tl.constexpr,
+    ATTEND: tl.constexpr, PROJECT: tl.constexpr, LAST: tl.constexpr, CAUSAL: tl.constexpr,
+    LENGTHS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, ONCE: tl.constexpr,
+    FLAT: tl.constexpr, QKV_CHUNK: tl.constexpr, CHUNK: tl.constexpr, MAXIMUM: tl.constexpr,
+    EXACT_GELU: tl.constexpr, STAGES: tl.constexpr, ATTENTION_STAGES: tl.constexpr,
 ):  # fmt: skip
     """A part of one layer, where tiles cannot wait on one another (full attention) or need not.
 
@@ -263,7 +322,7 @@ def layer_kernel(
         x = add_attention(
             x + tl.load(bias + G + cols)[None, :], keys + (done % 2) * stride,
             wo_ptr + done * (G * W), tile, limit,
-            W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, ONCE, CAUSAL, MAXIMUM, STAGES,
+            W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, ONCE, FLAT, CAUSAL, MAXIMUM, ATTENTION_STAGES,
         )  # fmt: skip
         ffn = bias + G + W
         x = feed_forward(

@@ -6,9 +6,10 @@ from fastlayer.contract import RuntimeContract
 from fastlayer.routes.base import Bound, Launch, Route
 from fastlayer.routes.batch_stream import BatchStreamRoute
 from fastlayer.routes.dense import DenseRoute
+from fastlayer.routes.fused import FusedRoute
 from fastlayer.routes.sdpa import SdpaRoute
 
-ROUTES: tuple[Route, ...] = (BatchStreamRoute(), SdpaRoute(), DenseRoute())
+ROUTES: tuple[Route, ...] = (FusedRoute(), BatchStreamRoute(), SdpaRoute(), DenseRoute())
 
 ROUTE_NAMES: tuple[str, ...] = tuple(route.name for route in ROUTES)
 

@@ -1,4 +1,4 @@
-"""Runs every kernel form in Triton's interpreter on reduced shapes and prints one JSON line a check.
+"""Runs every kernel form in Triton's interpreter on reduced shapes; a JSON line for each check.
 
 A process of its own: whether a kernel is interpreted is decided when its module is imported.
 """
@@ -15,8 +15,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from fastlayer import ReferenceTransformer, TransformerConfig
-from fastlayer.kernels.knobs import Launch
-from fastlayer.kernels.launch import new_workspace, operands, sizes_for, steps
+from fastlayer.kernels.knobs import Launch, sizes_for
+from fastlayer.kernels.launch import program
 from fastlayer.kernels.packing import pack
 
 ATOL, RTOL = 0.002, 0.02
@@ -42,21 +42,26 @@ _LAYERS = replace(_TILES, form="layers")
 _STRIPS = Launch("strips", rows=16, qkv_chunk=32, chunk=32)
 
 #: The regimes of the disclosed shapes, reduced: heads of 8, 16, 32 and 64 columns, one head, tiles
-#: that a sequence fills and that it does not, several sequences a tile, keys in one and more blocks.
+#: that a sequence fills and that it does not, several sequences a tile, keys in several blocks.
 CHECKS: dict[str, Check] = {
     "single": Check(_model(2, 64, 32, 2, 32), _SINGLE),
     "single, packed, heads of 8": Check(_model(5, 17, 32, 4, 32), _SINGLE, padded=True),
-    "single, d=96, three heads, full": Check(_model(3, 17, 96, 3, 192, False), _SINGLE, padded=True),
+    "single, d=96, three heads, full": Check(
+        _model(3, 17, 96, 3, 192, False), _SINGLE, padded=True
+    ),
     "single, one token": Check(_model(3, 1, 16, 1, 16), _SINGLE),
     "single, no maximum": Check(_model(2, 32, 32, 2, 32), _SINGLE, maximum=False),
     "single, erf": Check(_model(2, 32, 32, 2, 48), replace(_SINGLE, exact_gelu=True)),
     "wavefront": Check(_model(2, 64, 32, 4, 32), _TILES),
     "wavefront, ragged, one head": Check(_model(2, 150, 64, 1, 32), _TILES, padded=True),
     "wavefront, by tile, no maximum": Check(
-        _model(3, 100, 32, 2, 32), replace(_TILES, by_tile=True), maximum=False
+        _model(3, 100, 32, 2, 32), replace(_TILES, by_tile=True, flat=True), maximum=False
     ),
     "layers": Check(_model(2, 100, 32, 2, 32), _LAYERS),
     "layers, full, heads of 8": Check(_model(3, 150, 32, 4, 32, False), _LAYERS, padded=True),
+    "layers, flat, full, heads of 8": Check(
+        _model(2, 100, 32, 4, 32, False), replace(_LAYERS, flat=True), padded=True
+    ),
     "layers, projected apart": Check(
         _model(2, 100, 32, 4, 32), replace(_LAYERS, apart=True), padded=True
     ),
@@ -92,15 +97,15 @@ def run(check: Check) -> dict[str, object]:
     if mask is not None:
         # What lies in padding may be anything.
         x = torch.where(mask[:, :, None], x, float("nan"))
-    weights = replace(pack(model.state_dict(), sizes), score_bounds=(99.0 if check.maximum else 0.0,))
-    packed = operands(launch, sizes, weights)
-    workspace = new_workspace(launch, sizes, "cpu")
+    weights = replace(
+        pack(model.state_dict(), sizes), score_bounds=(99.0 if check.maximum else 0.0,)
+    )
+    forward = program(launch, config, weights, masked=lengths is not None, device="cpu")
     out = torch.full_like(x, float("nan"))
     # Twice: the second launch finds the flags of the first.
     for _ in range(2):
         out.fill_(float("nan"))
-        for step in steps(launch, sizes, packed, workspace, x, out, lengths):
-            step()
+        forward(x, out, lengths)
     error = (out - expected).abs() / torch.clamp(RTOL * expected.abs(), min=ATOL)
     return {"finite": bool(out.isfinite().all()), "budget": float(error.max()), **asdict(launch)}
 

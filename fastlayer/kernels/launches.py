@@ -1,0 +1,99 @@
+"""Which launches of the fused kernels are worth considering, as data. Imports no torch, no triton.
+
+``MEASURED`` lists, for a compute capability and a disclosed case, at most two launches, the faster
+first, each with what was measured; ``COMPILED`` does so for the capabilities on which nothing was
+measured, by what fits a block there; ``GENERAL`` is for every other shape, in order of preference.
+What runs is decided by admissions, not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastlayer.cases import case_of
+from fastlayer.config import TransformerConfig
+from fastlayer.kernels.knobs import Launch, sizes_for
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A launch and why it is listed.
+
+    With ``one_wave`` it is meant for batches whose programs run all at once, one to a
+    multiprocessor.
+    """
+
+    launch: Launch
+    reason: str
+    one_wave: bool = False
+
+
+#: Capabilities the kernels are compiled for in CI, as Triton writes them.
+CAPABILITIES: tuple[int, ...] = (80, 86, 89, 90, 100, 120)
+
+_EARLY = Launch("strips", rows=16, chunk=128)
+_LATE = Launch("strips", rows=16, chunk=128, early=False)
+_TILES = Launch("wavefront")
+_TILES_HALF = Launch("wavefront", qkv_chunk=64)
+_TILES_TWO = Launch("wavefront", stages=2)
+_WHOLE = Launch("single", rows=128, warps=8, chunk=128)
+_WHOLE_SMALL = Launch("single", rows=128, warps=8, stages=2)
+_LAYERS = Launch("layers", keys=64)
+_LAYERS_SMALL = Launch("layers", keys=64, qkv_chunk=64, stages=2)
+
+#: NVIDIA H200, triton 3.6.0, ptxas 12.8: milliseconds of a replayed graph, by call where several.
+_SM90: dict[int, tuple[Row, ...]] = {
+    1: (
+        Row(_TILES_HALF, ".059, .061: 128 programs for 132 multiprocessors; whole sequences .066"),
+        Row(_TILES, ".062, .063"),
+    ),
+    2: (
+        Row(_EARLY, ".032: one warp to a head and weights a stage ahead; keys split in two .038"),
+        Row(_LATE, ".034"),
+    ),
+    3: (Row(_LATE, ".032; 32 rows .044"), Row(_EARLY, ".034")),
+    4: (Row(_EARLY, ".034"), Row(_LATE, ".036")),
+    5: (Row(_WHOLE, ".063, .063: nothing to exchange; hidden columns in halves .069; tiles .085"),),
+    6: (Row(_WHOLE, "4.49, 4.48; hidden columns in halves 4.87, tiles 6.2"),),
+    7: (Row(_TILES, ".026: paired heads of eight; whole sequences .033, strips .037"),),
+    9: (Row(_TILES_HALF, ".051"), Row(_TILES, ".053")),
+    10: (Row(_TILES, ".054, .055"), Row(_TILES_TWO, ".054")),
+    11: (Row(_TILES_TWO, ".104, .114: paired heads; whole sequences .13"), Row(_TILES, ".112")),
+    12: (Row(_EARLY, ".024"), Row(_LATE, ".025")),
+    13: (Row(_LAYERS, ".715; 128 keys .82, in one launch .76, Q, K, V in a launch apart .89"),),
+}
+
+MEASURED: dict[tuple[int, int], dict[int, tuple[Row, ...]]] = {(9, 0): _SM90}
+
+_FITS = "not measured; fits 101,376 bytes of shared memory"
+COMPILED: dict[int, tuple[Row, ...]] = {
+    **{case: (Row(_LATE, _FITS),) for case in (2, 3, 4, 12)},
+    **{case: (Row(_TILES_TWO, _FITS),) for case in (1, 7, 10, 11)},
+    **{case: (Row(_WHOLE_SMALL, _FITS),) for case in (5, 6)},
+    9: (Row(Launch("wavefront", keys=64, flat=True, stages=2, attention_stages=1), _FITS),),
+    13: (Row(_LAYERS_SMALL, _FITS),),
+}
+
+GENERAL: tuple[Row, ...] = (
+    Row(_LATE, "cases 2-4 and 12: low strips give a small batch the most programs", one_wave=True),
+    Row(_TILES_TWO, "cases 1, 9-11: two tiles of a sequence side by side", one_wave=True),
+    Row(_WHOLE_SMALL, "cases 5 and 6: a batch that fills the device exchanges nothing"),
+    Row(_LAYERS_SMALL, "case 13, and full attention over several tiles"),
+)
+
+
+def candidates(
+    config: TransformerConfig, capability: tuple[int, int], multiprocessors: int
+) -> list[Launch]:
+    """At most two launches for a shape on a device, the preferred first; none if none can."""
+    case = case_of(config)
+    rows = MEASURED.get(capability, COMPILED).get(0 if case is None else case)
+    if rows is not None:
+        return [row.launch for row in rows]
+    able = [row for row in GENERAL if not row.launch.objections(sizes_for(row.launch, config))]
+    fitting = [
+        row.launch
+        for row in able
+        if not row.one_wave or row.launch.programs(sizes_for(row.launch, config)) <= multiprocessors
+    ]
+    return fitting[:2]

@@ -1,0 +1,293 @@
+"""First-use proof: a kernel runs a small known input before a device and compiler are trusted.
+
+Compilers have turned correct kernels into wrong ones in silence, or into ones that fault (Triton
+issues 10486, 10573 and 11366). So the first time a launch meets a device, a Triton, a ptxas and a
+state of this package's kernels, a process of its own compiles it, runs it on fresh inputs with
+poisoned outputs and compares it with the reference in float64. A fault or a hang there costs that
+process and no other. What passed or differed is remembered on disk; what died is tried again by
+the next process.
+
+    python -m fastlayer.kernels.proof --all     # proves every listed launch of this device
+
+The directory is ``$FASTLAYER_CACHE_DIR``, or ``fastlayer`` under ``$XDG_CACHE_HOME`` or ~/.cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fastlayer.config import TransformerConfig
+from fastlayer.kernels.knobs import Launch
+
+#: The project's tolerance; a proof allows this share of it, because float64 is no TF32 reference.
+ATOL, RTOL, SHARE = 0.002, 0.02, 0.75
+
+#: Seconds after which a proof counts as hung; compilation takes up to half a minute.
+TIMEOUT_S = 180
+
+_SEEDS = (1, 2, 3)
+_REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What is proven: one launch for one shape, with or without lengths, on one device."""
+
+    launch: Launch
+    config: TransformerConfig
+    masked: bool
+    device: int
+    name: str
+    capability: tuple[int, int]
+
+    def small(self) -> TransformerConfig:
+        """The shape with a small batch that compiles to the same kernel: one, or a multiple of
+        sixteen, where the batch itself is."""
+        batch = self.config.batch_size
+        return replace(self.config, batch_size=1 if batch == 1 else 3 if batch % 16 else 16)
+
+    def key(self) -> str:
+        """Digest of everything the outcome may depend on."""
+        facts = {
+            "launch": asdict(self.launch),
+            "config": asdict(self.small()),
+            "masked": self.masked,
+            "name": self.name,
+            "capability": self.capability,
+            "compiler": compiler(self.capability),
+            "kernels": kernels_digest(),
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Claim:
+        values: dict[str, Any] = json.loads(text)
+        return cls(
+            launch=Launch(**values.pop("launch")),
+            config=TransformerConfig(**values.pop("config")),
+            capability=tuple(values.pop("capability")),
+            **values,
+        )
+
+
+@cache
+def kernels_digest() -> str:
+    """Digest of this package's sources."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@cache
+def compiler(capability: tuple[int, int]) -> str:
+    """Versions of what compiles the kernels."""
+    import triton
+
+    from fastlayer.kernels.compile import ptxas_version
+
+    return f"triton {triton.__version__}, {ptxas_version(10 * capability[0] + capability[1])}"
+
+
+def cache_directory() -> Path:
+    named = os.environ.get("FASTLAYER_CACHE_DIR")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastlayer"
+
+
+_KNOWN: dict[Claim, str] = {}
+
+
+def refusal(claim: Claim, prove: Callable[[Claim], str] | None = None) -> str:
+    """Why ``claim`` may not be relied upon, or "" where it is proven, now or before.
+
+    ``prove`` runs the proof and returns the reason for a refusal; it raises ``ProofDied`` where the
+    proof could not come to an end.
+    """
+    if claim not in _KNOWN:
+        _KNOWN[claim] = _look_up(claim, prove or prove_apart)
+    return _KNOWN[claim]
+
+
+def known_refusal(claim: Claim) -> str:
+    """The refusal that this process has met, or ""; proves nothing and reads no file."""
+    return _KNOWN.get(claim, "")
+
+
+class ProofDied(RuntimeError):
+    """The proof's process ended without an answer."""
+
+
+def _look_up(claim: Claim, prove: Callable[[Claim], str]) -> str:
+    path = cache_directory() / "proofs" / f"{claim.key()}.json"
+    try:
+        return str(json.loads(path.read_text())["refusal"])
+    except (OSError, ValueError, KeyError):
+        pass  # Not proven yet, or not readable: prove it again.
+    try:
+        reason = prove(claim)
+    except ProofDied as death:
+        return str(death)
+    _remember(path, {"refusal": reason, "compiler": compiler(claim.capability), **asdict(claim)})
+    return reason
+
+
+def _remember(path: Path, outcome: dict[str, object]) -> None:
+    """By temporary file and rename; a directory that cannot be written costs a proof next time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(outcome, file, indent=1, sort_keys=True)
+        os.replace(file.name, path)
+    except OSError:
+        return
+
+
+def prove_apart(claim: Claim) -> str:
+    """Runs the proof in a process of its own; the reason for a refusal, or "".
+
+    Raises:
+        ProofDied: it faulted, hung, or could not start.
+    """
+    command = [sys.executable, "-m", __name__, "--claim", claim.as_json()]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise ProofDied(f"its first-use proof did not end within {TIMEOUT_S} s") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise ProofDied(f"its first-use proof died: {lines[-1] if lines else done.returncode}")
+    return str(json.loads(done.stdout.splitlines()[-1])["refusal"])
+
+
+def prove_here(claim: Claim, device: str | None = None) -> str:
+    """The proof itself: the reason for a refusal, or ""."""
+    import torch
+
+    from fastlayer.kernels.knobs import sizes_for
+    from fastlayer.kernels.launch import program
+    from fastlayer.kernels.packing import pack
+    from fastlayer.reference import ReferenceTransformer
+
+    where = torch.device(device or f"cuda:{claim.device}")
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    config = claim.small()
+    torch.manual_seed(1234)
+    model = ReferenceTransformer(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    weights = pack(model.to(where).state_dict(), sizes_for(claim.launch, config))
+    model = model.double()
+    # The kernel that keeps the softmax's maximum and the one that does not are two kernels; which
+    # of them a model needs is for its own weights to say.
+    for bounds in (weights.score_bounds, (float("inf"),)):
+        run = program(
+            claim.launch,
+            config,
+            replace(weights, score_bounds=bounds),
+            masked=claim.masked,
+            device=where,
+        )
+        for seed in _SEEDS:
+            reason = _differs(run, model, config, claim.masked, seed, where)
+            if reason:
+                return reason
+    return ""
+
+
+def _differs(
+    run: Any, model: Any, config: TransformerConfig, masked: bool, seed: int, where: Any
+) -> str:
+    """How one input's result differs from the reference, or ""."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    shape = (config.batch_size, config.seq_len, config.d_model)
+    x = torch.randn(shape, generator=generator).to(where)
+    lengths = mask = None
+    if masked:
+        counts = torch.randint(0, config.seq_len + 1, shape[:1], generator=generator)
+        counts[0] = config.seq_len
+        lengths = counts.to(where, torch.int32)
+        mask = torch.arange(config.seq_len, device=where)[None] < lengths[:, None]
+        x = x * mask[:, :, None]
+    with torch.no_grad():
+        expected = model(x.double(), mask)
+    first = None
+    for _ in range(_REPEATS):
+        out = torch.full_like(x, float("nan"))
+        run(x, out, lengths)
+        if first is None:
+            first = out
+            error = (out - expected).abs() / (RTOL * expected.abs()).clamp(min=ATOL)
+            # Not "error > SHARE": a NaN, an element that nothing wrote, must count.
+            wrong = int((~(error <= SHARE)).sum())
+            if wrong:
+                return (
+                    f"its first-use proof differs from the reference in {wrong:,} of "
+                    f"{error.numel():,} elements (seed {seed})"
+                )
+        elif not torch.equal(out, first):
+            return f"its first-use proof gave two results for one input (seed {seed})"
+    return ""
+
+
+def claims_of_this_device(masked: bool = False) -> list[Claim]:
+    """One claim for each disclosed case and listed launch on the current CUDA device."""
+    import torch
+
+    from fastlayer.cases import CASES
+    from fastlayer.kernels.launches import candidates
+
+    index = torch.cuda.current_device()
+    facts = torch.cuda.get_device_properties(index)
+    capability = (facts.major, facts.minor)
+    return [
+        Claim(launch, config, masked, index, facts.name, capability)
+        for config in CASES.values()
+        for launch in candidates(config, capability, facts.multi_processor_count)
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fastlayer.kernels.proof")
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--claim", metavar="JSON", help="prove one claim in this process")
+    group.add_argument("--all", action="store_true", help="every listed launch of this device")
+    parser.add_argument("--masked", action="store_true", help="with --all: for padded batches")
+    options = parser.parse_args(arguments)
+    if options.claim:
+        print(json.dumps({"refusal": prove_here(Claim.from_json(options.claim))}))
+        return 0
+    claims = claims_of_this_device(options.masked)
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 2)) as pool:
+        reasons = list(pool.map(refusal, claims))
+    for claim, reason in zip(claims, reasons, strict=True):
+        print(f"{claim.config.label()}: {claim.launch.as_dict()}: {reason or 'proven'}")
+    return 1 if any(reasons) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
