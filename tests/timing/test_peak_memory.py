@@ -53,3 +53,23 @@ def test_where_the_mark_cannot_be_reset_there_is_no_figure(tmp_path: Path) -> No
 
 def test_other_devices_have_no_figure() -> None:
     assert peak_memory(lambda: None, "meta") is None
+
+
+def test_what_others_allocate_meanwhile_does_not_count_if_it_passes() -> None:
+    """The least of several quick readings."""
+    calls: list[torch.Tensor] = []
+
+    def fn() -> None:
+        if not calls:
+            calls.append(allocate(64))  # as another thread might, once
+
+    assert measured(fn) < 4
+    assert len(calls) == 1
+
+
+def test_a_slow_call_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(0, 1000, 10))
+    monkeypatch.setattr("pytest_fastlayer.memory._perf_counter", lambda: float(next(ticks)))
+    calls: list[int] = []
+    measured(lambda: calls.append(1))
+    assert len(calls) == 1
