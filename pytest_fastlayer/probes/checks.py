@@ -86,13 +86,14 @@ def held_output(output: object, snapshot: object, again: object, args: object) -
 
     Not asked of an output that is an input's memory: that one follows the input.
     """
-    if storage_keys(output) & storage_keys(args):
-        return ""
     try:
+        if storage_keys(output) & storage_keys(args):
+            return ""
+        shared = storage_keys(output) & storage_keys(again)
         moved = fingerprints(output) != snapshot
     except RuntimeError as error:  # torch.compile's graphs refuse access to overwritten outputs
-        return f"the first output cannot be read any more after a second call: {error}"
-    if storage_keys(output) & storage_keys(again):
+        return f"an earlier output cannot be read any more after later calls: {error}"
+    if shared:
         return (
             "two calls returned the same memory: the second overwrites an output that the caller "
             "still holds (copy out of a cached buffer)"

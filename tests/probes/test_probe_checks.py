@@ -1,0 +1,73 @@
+"""Checks on outputs at hand, where no candidate of this machine shows the case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pytest_fastlayer.fingerprint import fingerprints
+from pytest_fastlayer.probes.checks import held_output
+from pytest_fastlayer.probes.memory import PoisonedAllocations, poison_free_memory, veiled
+
+
+def test_an_output_that_torch_lets_nobody_read_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile(mode="reduce-overhead") raises on access to an output it has reused."""
+
+    def refuse(values: object) -> Any:
+        raise RuntimeError("accessing tensor output of CUDAGraphs that has been overwritten")
+
+    monkeypatch.setattr("pytest_fastlayer.probes.checks.storage_keys", refuse)
+    text = held_output(torch.ones(2), fingerprints(torch.ones(2)), torch.ones(2), ())
+    assert "cannot be read any more" in text
+    assert "CUDAGraphs" in text
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(7),
+        lambda: torch.empty(2, 3, dtype=torch.float16),
+        lambda: torch.empty_like(torch.ones(4)),
+        lambda: torch.ones(4).new_empty(3),
+        lambda: torch.empty_strided((3, 2), (1, 3)),
+        lambda: torch.empty(5, dtype=torch.complex64),
+        lambda: torch.empty(3, dtype=torch.float64).expand(2, 3),
+    ],
+)
+def test_every_way_to_allocate_is_poisoned(make: Any) -> None:
+    with PoisonedAllocations():  # type: ignore[no-untyped-call]
+        assert bool(make().isnan().all())
+        assert int(torch.empty(2, dtype=torch.int32)[1]) == -1
+        assert bool(torch.empty(2, dtype=torch.bool).all())
+        assert float(torch.zeros(3).sum()) == 0.0
+        assert torch.empty(0).numel() == 0
+
+
+def test_small_freed_memory_is_poisoned_on_cpu() -> None:
+    like = torch.ones(100)
+    poison_free_memory((like, torch.ones(3)))  # runs, whatever the heap then hands out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.float8_e5m2, torch.bool])
+def test_a_veil_is_lifted_to_the_bit_even_after_an_exception(dtype: torch.dtype) -> None:
+    output = (torch.randn(40) * 3).to(dtype)
+    view, kept = output[3:9], output.clone()
+    spared = torch.ones(3)
+    with pytest.raises(ZeroDivisionError):
+        _raise_under_veil((output, view, spared), spared)
+    assert fingerprints(output) == fingerprints(kept)
+
+
+def _raise_under_veil(outputs: tuple[torch.Tensor, ...], spared: torch.Tensor) -> None:
+    from pytest_fastlayer.probes.memory import storage_keys
+
+    before = fingerprints(outputs)
+    with veiled(outputs, spare=storage_keys(spared)):
+        during = fingerprints(outputs)
+        assert during[2] == before[2]
+        if outputs[0].dtype != torch.bool:
+            assert during[0] != before[0]
+            assert during[1] != before[1]
+        raise ZeroDivisionError
