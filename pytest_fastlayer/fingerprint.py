@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 
-from pytest_fastlayer.elementwise import blocks
+from pytest_fastlayer.elementwise import blocks, default_chunk
 from pytest_fastlayer.outputs import tensors
 
-#: Elements a chunk: 8-byte temporaries of index and product, so 48 MiB.
-_CHUNK = 1 << 21
 #: Odd multipliers (2**64 / golden ratio, and a prime from xxHash64), as signed 64-bit.
 _MULTIPLIERS = (-7046029254386353131, -4417276706812531889)
 
@@ -39,7 +37,7 @@ def fingerprint(tensor: torch.Tensor) -> tuple[Any, ...]:
         return (*identity, tensor._version if not tensor.is_inference() else 0)
     sums = []
     with torch.no_grad():
-        for offset, index in blocks(tuple(tensor.shape), _CHUNK):
+        for offset, index in blocks(tuple(tensor.shape), default_chunk(tensor)):
             bits = _bits(tensor[index])
             place = torch.arange(bits.numel(), dtype=torch.int64, device=bits.device)
             mixed = (bits ^ place.add_(offset).mul_(_MULTIPLIERS[0])).mul_(_MULTIPLIERS[1])
