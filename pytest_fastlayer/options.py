@@ -22,9 +22,7 @@ def _positive(kind: Callable[[str], Any], minimum: float, open_interval: bool) -
         value = kind(text)
         if not (value > minimum or (value == minimum and not open_interval)):
             bound = "above" if open_interval else "at least"
-            raise argparse.ArgumentTypeError(
-                f"expected a number {bound} {minimum:g}, got {text!r}"
-            )
+            raise argparse.ArgumentTypeError(f"expected a number {bound} {minimum:g}, got {text!r}")
         return value
 
     parse.__name__ = kind.__name__  # argparse names the type in its message

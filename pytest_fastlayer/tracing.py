@@ -121,7 +121,7 @@ def _events(profiler: Any, device: torch.device) -> Iterable[tuple[str, float, f
     for event in profiler.events():
         start, span = event.time_range.start, event.time_range.elapsed_us()
         if device.type == "cuda":
-            if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+            if event.device_type.name == "CUDA" and not event.is_user_annotation:
                 yield event.name, start, span
         elif event.name.startswith(("aten::", "mkldnn::")):
             yield event.name, start, event.self_cpu_time_total
