@@ -16,6 +16,8 @@ from pytest_fastlayer.accuracy import (
 )
 from pytest_fastlayer.accuracy_message import explain
 
+NAN, INF = float("nan"), float("inf")
+
 
 def test_a_failure_says_how_many_where_and_how_far() -> None:
     reference = torch.zeros(4, 8)
@@ -187,3 +189,54 @@ def test_a_mismatch_or_an_integer_leaf_does_not_upset_the_float64_figures() -> N
     assert trials.record.rms_vs_float64 is None
     integers = check_trials(torch.argmax, torch.argmax, inputs, [1], float64=torch.argmax)
     assert integers.record.rms_vs_float64 is None
+
+
+def test_the_figures_against_float64_stand_in_the_message() -> None:
+    trials = check_trials(lambda x: x, lambda x: x + 1, inputs, [1], float64=lambda x: x.double())
+    assert trials.message is not None
+    assert "  rms against float64: candidate 1, reference 0" in trials.message.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("candidate", "reference", "alone"),
+    [
+        ([NAN, 0.0], [0.0, 0.0], "the candidate alone"),
+        ([NAN, 0.0], [0.0, NAN], None),
+        ([NAN, INF], [0.0, INF], None),
+        ([0.0, 0.0], [0.0, INF], "the reference alone"),
+        ([NAN, 0.0], [INF, 0.0], None),
+    ],
+)
+def test_an_arm_is_blamed_only_where_it_is_alone(
+    candidate: list[float], reference: list[float], alone: str | None
+) -> None:
+    text = explain(compare(torch.tensor(candidate), torch.tensor(reference)))
+    assert ("alone" in text) is (alone is not None)
+    assert alone is None or alone in text
+
+
+def test_lists_are_cut_only_where_they_are_long() -> None:
+    text = explain(compare(torch.eye(9)[:8], torch.zeros(8, 9)))
+    assert "7 (1) (8 of 9)" in text
+    assert "more" not in text
+    text = explain(compare((torch.ones(1, 2), torch.eye(2)[:1]), (torch.zeros(1, 2),) * 2))
+    assert "columns of output[0]: all 2" in text
+    assert "columns of output[1]: 0 (1) (1 of 2)" in text
+
+
+def test_a_worst_element_at_its_limit_is_not_called_failing() -> None:
+    result = compare(torch.tensor([0.25, NAN]), torch.zeros(2), Tolerance(0.25, 0.0))
+    assert "worst finite element uses 1 of its tolerance, at output[0]" in explain(result)
+    assert "worst" not in explain(compare(torch.tensor([NAN]), torch.zeros(1)))
+
+
+def test_float64_tells_the_arms_apart_by_distance() -> None:
+    def text(candidate: float, reference: float, truth: float) -> str:
+        c, r = torch.tensor([candidate]), torch.tensor([reference])
+        return explain(compare(c, r, truth=torch.tensor([truth], dtype=torch.float64)))
+
+    assert "candidate by 3, reference by 2" in text(-1.0, 4.0, 2.0)
+    assert "the candidate is the arm that is off" in text(-1.0, 4.0, 2.0)
+    assert "the reference is the arm that is off" in text(-1.0, 4.0, 1.0)
+    assert "float64 says inf there" in text(-1.0, 4.0, INF)
+    assert "is the arm that is off" not in text(-1.0, 4.0, INF)

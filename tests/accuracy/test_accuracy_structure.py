@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_fastlayer.accuracy import compare
+from pytest_fastlayer.accuracy import Tolerance, compare
 from pytest_fastlayer.elementwise import blocks, squared_error, unravel
 from pytest_fastlayer.memory import peak_memory
 from pytest_fastlayer.outputs import leaves, map_tensors
@@ -81,6 +81,8 @@ def test_numbers_are_compared_by_the_same_rule() -> None:
     assert compare((1.0, 3), (1.001, 3)).passed
     assert not compare((1.0, 3), (1.1, 3)).passed
     assert not compare((1.0, 3), (1.0, 4)).passed
+    assert not compare(1.0 + 1e-12, 1.0, Tolerance(0.0, 0.0)).passed  # not rounded to float32
+    assert compare((1.0, Output), (1.0, Output)).passed
 
 
 def test_map_tensors_keeps_the_nesting() -> None:
@@ -88,6 +90,9 @@ def test_map_tensors_keeps_the_nesting() -> None:
     mapped = map_tensors(nested, lambda t: t + 1)
     assert [leaf.path for leaf in leaves(mapped)] == [leaf.path for leaf in leaves(nested)]
     assert compare(mapped["a"].logits, ONE).passed
+    assert type(mapped) is dict
+    assert type(map_tensors(OrderedDict(a=ZERO), torch.clone)) is OrderedDict
+    assert map_tensors((3, Output), torch.clone) == (3, Output)  # a class is no container
     assert type(mapped["a"]) is Pair
     assert type(mapped["b"]) is Output
 
