@@ -95,7 +95,7 @@ class Launch:
 
     def keeps_maximum(self, score_bounds: Sequence[float]) -> bool:
         """Whether softmax must subtract its maximum: unless every layer's bound is safe."""
-        return max(score_bounds) > SAFE_SCORE_BOUND
+        return not all(bound <= SAFE_SCORE_BOUND for bound in score_bounds)
 
     def objections(self, sizes: FusedSizes) -> list[str]:
         """Why this launch cannot compute such a model; empty where it can."""
@@ -108,21 +108,42 @@ class Launch:
             reasons.append(f"{sizes.tokens} tokens do not fit a tile of {self.rows} rows")
         if self.form in ("wavefront", "strips") and not sizes.causal:
             reasons.append("a tile would wait on later tiles: not causal")
-        if self.form == "strips":
-            if power_of_two(sizes.tokens) > LONGEST_STRIPS:
-                reasons.append(f"{sizes.tokens} tokens exceed the {LONGEST_STRIPS} keys of a strip")
-            if sizes.heads_per_group > 1:
-                reasons.append("strips take sizes whose narrowest head is sixteen columns")
-            if min(sizes.width, sizes.hidden, sizes.heads_width) < 32:
-                reasons.append("strips take widths of at least 32 columns")
-            if sizes.hidden & (sizes.hidden - 1):
-                reasons.append(f"the hidden width {sizes.hidden} is no power of two")
-            heads, odd = divmod(power_of_two(sizes.num_heads), self.passes)
-            if odd or heads * self.rows // 16 < self.warps:
-                reasons.append(
-                    f"{sizes.num_heads} heads in {self.passes} passes over {self.rows} rows leave "
-                    f"fewer than {self.warps} items, one for each warp"
-                )
+        chunks = {"chunk": self.chunk, "qkv_chunk": self.qkv_chunk, "rows": self.rows}
+        for knob, value in {**chunks, "keys": self.keys, "warps": self.warps}.items():
+            if value != power_of_two(value):
+                reasons.append(f"{knob} = {value} is no power of two")
+        if sizes.hidden % min(self.chunk, sizes.hidden):
+            reasons.append(
+                f"a hidden layer of {sizes.hidden} columns is no multiple of chunk = {self.chunk}"
+            )
+        return reasons + (self._strips_objections(sizes) if self.form == "strips" else [])
+
+    def _strips_objections(self, sizes: FusedSizes) -> list[str]:
+        reasons = []
+        if power_of_two(sizes.tokens) > LONGEST_STRIPS:
+            reasons.append(f"{sizes.tokens} tokens exceed the {LONGEST_STRIPS} keys of a strip")
+        if sizes.heads_per_group > 1:
+            reasons.append("strips take sizes whose narrowest head is sixteen columns")
+        if min(sizes.width, sizes.hidden, sizes.heads_width) < 32:
+            reasons.append("strips take widths of at least 32 columns")
+        if sizes.hidden & (sizes.hidden - 1):
+            reasons.append(f"the hidden width {sizes.hidden} is no power of two")
+        heads, odd = divmod(power_of_two(sizes.num_heads), self.passes)
+        if odd or heads * self.rows // 16 < self.warps:
+            reasons.append(
+                f"{sizes.num_heads} heads in {self.passes} passes over {self.rows} rows leave "
+                f"fewer than {self.warps} items, one for each warp"
+            )
+        # A piece of a matrix holds whole rounds of the warps, sixteen bytes a lane.
+        least = max(32, 8 * self.warps)
+        pieces = {
+            "chunk": (self.chunk, sizes.hidden),
+            "qkv_chunk": (self.qkv_chunk, 2 * sizes.heads_width),
+            "the share of a pass": (sizes.heads_width // self.passes, sizes.heads_width),
+        }
+        for piece, (columns, whole) in pieces.items():
+            if columns < min(least, whole):
+                reasons.append(f"{piece} has {columns} columns, fewer than {least}")
         return reasons
 
     def as_dict(self) -> dict[str, Any]:

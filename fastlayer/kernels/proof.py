@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from fastlayer.config import TransformerConfig
-from fastlayer.kernels.knobs import Launch
+from fastlayer.kernels.knobs import Launch, sizes_for
 
 #: The project's tolerance; a proof allows this share of it, because float64 is no TF32 reference.
 ATOL, RTOL, SHARE = 0.002, 0.02, 0.75
@@ -43,11 +43,16 @@ _REPEATS = 5
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What is proven: one launch for one shape, with or without lengths, on one device."""
+    """What is proven: one kernel of one launch for one shape on one device.
+
+    ``masked`` and ``maximum`` tell its kernels apart: with a length for each sample or without,
+    with the softmax's maximum subtracted or not.
+    """
 
     launch: Launch
     config: TransformerConfig
     masked: bool
+    maximum: bool
     device: int
     name: str
     capability: tuple[int, int]
@@ -64,6 +69,7 @@ class Claim:
             "launch": asdict(self.launch),
             "config": asdict(self.small()),
             "masked": self.masked,
+            "maximum": self.maximum,
             "name": self.name,
             "capability": self.capability,
             "compiler": compiler(self.capability),
@@ -165,8 +171,11 @@ def prove_apart(claim: Claim) -> str:
     Raises:
         ProofDied: it faulted, hung, or could not start.
     """
-    command = [sys.executable, "-m", __name__, "--claim", claim.as_json()]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "fastlayer.kernels.proof", "--claim", claim.as_json()]
+    # The same fastlayer as here, however this process found it.
+    root = str(Path(__file__).parents[2])
+    paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": paths}
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
@@ -183,13 +192,14 @@ def prove_here(claim: Claim, device: str | None = None) -> str:
     """The proof itself: the reason for a refusal, or ""."""
     import torch
 
-    from fastlayer.kernels.knobs import sizes_for
     from fastlayer.kernels.launch import program
     from fastlayer.kernels.packing import pack
     from fastlayer.reference import ReferenceTransformer
 
     where = torch.device(device or f"cuda:{claim.device}")
     if where.type == "cuda":
+        if not torch.cuda.is_available():
+            raise RuntimeError("torch finds no CUDA device in the proof's process")
         torch.cuda.set_device(where)
     config = claim.small()
     torch.manual_seed(1234)
@@ -200,21 +210,17 @@ def prove_here(claim: Claim, device: str | None = None) -> str:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     weights = pack(model.to(where).state_dict(), sizes_for(claim.launch, config))
     model = model.double()
-    # The kernel that keeps the softmax's maximum and the one that does not are two kernels; which
-    # of them a model needs is for its own weights to say.
-    for bounds in (weights.score_bounds, (float("inf"),)):
-        run = program(
-            claim.launch,
-            config,
-            replace(weights, score_bounds=bounds),
-            masked=claim.masked,
-            device=where,
-        )
-        for seed in _SEEDS:
-            reason = _differs(run, model, config, claim.masked, seed, where)
-            if reason:
-                return reason
-    return ""
+    # The canonical model's scores are small, so the kernel without a maximum may run on it.
+    bounds = (float("inf") if claim.maximum else 0.0,)
+    run = program(
+        claim.launch,
+        config,
+        replace(weights, score_bounds=bounds),
+        masked=claim.masked,
+        device=where,
+    )
+    reasons = (_differs(run, model, config, claim.masked, seed, where) for seed in _SEEDS)
+    return next(filter(None, reasons), "")
 
 
 def _differs(
@@ -255,20 +261,32 @@ def _differs(
 
 
 def claims_of_this_device(masked: bool = False) -> list[Claim]:
-    """One claim for each disclosed case and listed launch on the current CUDA device."""
+    """One claim for each disclosed case and listed launch on the current CUDA device.
+
+    The weights are torch's default initialisation, which says whether softmax needs its maximum.
+    """
     import torch
 
     from fastlayer.cases import CASES
     from fastlayer.kernels.launches import candidates
+    from fastlayer.kernels.packing import pack
+    from fastlayer.reference import ReferenceTransformer
 
     index = torch.cuda.current_device()
     facts = torch.cuda.get_device_properties(index)
     capability = (facts.major, facts.minor)
-    return [
-        Claim(launch, config, masked, index, facts.name, capability)
-        for config in CASES.values()
-        for launch in candidates(config, capability, facts.multi_processor_count)
-    ]
+    claims = []
+    for config in CASES.values():
+        launches = candidates(config, capability, facts.multi_processor_count)
+        if not launches:
+            continue
+        torch.manual_seed(1234)
+        state = ReferenceTransformer(config).state_dict()
+        for launch in launches:
+            bounds = pack(state, sizes_for(launch, config)).score_bounds
+            maximum = launch.keeps_maximum(bounds)
+            claims.append(Claim(launch, config, masked, maximum, index, facts.name, capability))
+    return claims
 
 
 def main(arguments: list[str] | None = None) -> int:

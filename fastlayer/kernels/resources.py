@@ -3,10 +3,10 @@
     python -m fastlayer.kernels.resources            # compare with baselines/resources.json
     python -m fastlayer.kernels.resources --write    # replace it
 
-No GPU is needed: Triton compiles for a named target. The baseline holds a row for each capability,
-disclosed case and distinct kernel of a listed launch, and the Triton and ptxas versions it was read
-with. Other versions allocate registers otherwise, so across versions only shared memory, which the
-hardware limits, is judged.
+No GPU is needed: Triton compiles for a named target. The baseline holds, for each version of Triton
+and ptxas, a row for each capability, disclosed case and distinct kernel of a listed launch. A
+version without rows allocates otherwise, so with it only shared memory, which the hardware limits,
+is judged; ``--write`` adds or replaces the rows of the versions at hand.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -40,6 +40,9 @@ SHARED_LIMITS: dict[int, int] = {
     100: 232_448,
     120: 101_376,
 }
+
+#: Toolchain to variant to resource to amount.
+Baseline = dict[str, dict[str, dict[str, int]]]
 
 #: Growth that does not fail a comparison: ptxas moves this much over unrelated edits.
 STACK_SLACK = 32
@@ -107,28 +110,27 @@ def toolchain(capability: int) -> str:
     return f"triton {triton.__version__}, ptxas {ptxas_version(capability)}"
 
 
-def complaints(
-    variant: Variant, found: Resources, baseline: Mapping[str, Mapping[str, object]], tools: str
-) -> list[str]:
+def complaints(variant: Variant, found: Resources, baseline: Baseline) -> list[str]:
     """What is worse than the limits or the baseline; empty where nothing is."""
     limit = SHARED_LIMITS[variant.capability]
     result = []
     if found.shared > limit:
         result.append(f"takes {found.shared:,} bytes of shared memory; a block may use {limit:,}")
-    row = baseline.get(variant.name)
-    if row is None:
-        return [*result, f"has no baseline; run python -m {__spec__.name} --write"]
-    if row["tools"] != tools:
+    rows = baseline.get(toolchain(variant.capability))
+    if rows is None:
         return result
+    row = rows.get(variant.name)
+    if row is None:
+        return [*result, "has no baseline; run python -m fastlayer.kernels.resources --write"]
     for field, slack in (("stack", STACK_SLACK), ("shared", SHARED_SLACK)):
-        now, then = getattr(found, field), int(str(row[field]))
+        now, then = getattr(found, field), row[field]
         if now > then + slack:
             result.append(f"{field} grew from {then:,} to {now:,} bytes")
     return result
 
 
-def read_baseline(path: Path = BASELINE) -> dict[str, dict[str, object]]:
-    rows: dict[str, dict[str, object]] = json.loads(path.read_text())["kernels"]
+def read_baseline(path: Path = BASELINE) -> Baseline:
+    rows: Baseline = json.loads(path.read_text())["toolchains"]
     return rows
 
 
@@ -140,23 +142,22 @@ def main(arguments: list[str] | None = None) -> int:
         "--capability", type=int, choices=CAPABILITIES, action="append", help="only this one"
     )
     options = parser.parse_args(arguments)
-    baseline = {} if options.write else read_baseline(options.baseline)
-    rows, failed = {}, 0
+    baseline = read_baseline(options.baseline) if options.baseline.exists() else {}
+    found: Baseline = {}
+    failed = 0
     for capability in options.capability or CAPABILITIES:
-        tools = toolchain(capability)
+        rows = found.setdefault(toolchain(capability), {})
         for variant in variants(capability):
-            found = measure(variant)
-            rows[variant.name] = {**asdict(found), "tools": tools}
-            print(f"{variant.name}: {found}", flush=True)
-            if not options.write:
-                for complaint in complaints(variant, found, baseline, tools):
-                    failed += 1
-                    print(f"  FAILED: {complaint}", flush=True)
-            elif found.shared > SHARED_LIMITS[capability]:
+            taken = measure(variant)
+            rows[variant.name] = asdict(taken)
+            print(f"{variant.name}: {taken}", flush=True)
+            for complaint in complaints(variant, taken, {} if options.write else baseline):
                 failed += 1
-                print(f"  FAILED: {found.shared:,} bytes of shared memory do not fit", flush=True)
+                print(f"  FAILED: {complaint}", flush=True)
     if options.write and not failed:
-        text = json.dumps({"schema_version": 1, "kernels": rows}, indent=1, sort_keys=True)
+        for tools, rows in found.items():
+            baseline[tools] = rows if not options.capability else baseline.get(tools, {}) | rows
+        text = json.dumps({"schema_version": 1, "toolchains": baseline}, indent=1, sort_keys=True)
         options.baseline.write_text(text + "\n")
     return 1 if failed else 0
 

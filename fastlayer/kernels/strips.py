@@ -104,7 +104,7 @@ def strips_kernel(
 
     flags = flag_ptr + sequence * STRIPS
     start = tl.load(flags + strip)
-    stride = (batch * strips * ROWS).to(tl.int64) * (2 * G)
+    stride = tl.num_programs(0).to(tl.int64) * (ROWS * 2 * G)
     keys = keys_ptr + (sequence * strips * ROWS).to(tl.int64) * (2 * G)
     own = (strip * ROWS + rows)[:, None] * (2 * G) + qkv_chunk[None, :]
 

@@ -247,7 +247,7 @@ def wavefront_kernel(
 
     flags = flag_ptr + sequence * TILES
     start = tl.load(flags + tile)
-    stride = (batch * tiles * ROWS).to(tl.int64) * (3 * G)
+    stride = tl.num_programs(0).to(tl.int64) * (ROWS * 3 * G)
     keys = keys_ptr + (sequence * tiles * ROWS).to(tl.int64) * (3 * G)
     # A tile of padding alone has nothing to add, and no valid row looks at it.
     layers = tl.where(tile * ROWS < length, LAYERS, 0)
@@ -311,7 +311,7 @@ def layer_kernel(
     offsets = rows[:, None] * D + cols[None, :]
     real = (cols < D)[None, :]
     x = tl.load(x_ptr + base + offsets, mask=live[:, None] & real, other=0.0)
-    stride = (batch * tiles * ROWS).to(tl.int64) * (3 * G)
+    stride = tl.num_programs(0).to(tl.int64) * (ROWS * 3 * G)
     keys = keys_ptr + (sequence * tiles * ROWS).to(tl.int64) * (3 * G)
     if ATTEND:
         done = layer - 1

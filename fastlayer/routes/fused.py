@@ -136,12 +136,6 @@ def _bind(state: ModelState, contract: RuntimeContract, launch: Knobs) -> Bound:
     parameters = dict(state.module.named_parameters())
     device = parameters["final_norm.weight"].device
     facts, masked = contract.device, contract.mask.masks
-    index = device.index or 0
-    claim = Claim(launch, contract.config, masked, index, facts.name, facts.capability)
-    reason = refusal(claim)
-    if reason:
-        _REFUSED[_shape(contract)] = reason
-        raise RouteRefused(FusedRoute.name, reason)
     sizes = sizes_for(launch, contract.config)
     weights = state.get(("fused weights", sizes.narrowest_head), lambda: pack(parameters, sizes))
     if weights.overflow:
@@ -150,6 +144,13 @@ def _bind(state: ModelState, contract: RuntimeContract, launch: Knobs) -> Bound:
             "attention ran instead"
         )
         return bind_sdpa("sdpa", state, contract, {})
+    maximum = launch.keeps_maximum(weights.score_bounds)
+    index = device.index or 0
+    claim = Claim(launch, contract.config, masked, maximum, index, facts.name, facts.capability)
+    reason = refusal(claim)
+    if reason:
+        _REFUSED[_shape(contract)] = reason
+        raise RouteRefused(FusedRoute.name, reason)
     packed = state.get(("fused operands", launch), lambda: operands(launch, sizes, weights))
     return _FusedCall(launch, sizes, packed, device, masked)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -15,9 +16,12 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from fastlayer import ReferenceTransformer, TransformerConfig
+from fastlayer.kernels import packing
 from fastlayer.kernels.knobs import Launch, sizes_for
 from fastlayer.kernels.launch import program
-from fastlayer.kernels.packing import pack
+from fastlayer.kernels.packing import FusedWeights, pack
+from fastlayer.kernels.proof import Claim, prove_here
+from fastlayer.kernels.sizes import FusedSizes
 
 ATOL, RTOL = 0.002, 0.02
 
@@ -110,6 +114,23 @@ def run(check: Check) -> dict[str, object]:
     return {"finite": bool(out.isfinite().all()), "budget": float(error.max()), **asdict(launch)}
 
 
+def prove(scale: float) -> dict[str, object]:
+    """The first-use proof of a kernel whose last weights are ``scale`` times the right ones."""
+    honest = packing.pack
+
+    def spoiled(state: Mapping[str, torch.Tensor], sizes: FusedSizes) -> FusedWeights:
+        weights = honest(state, sizes)
+        return replace(weights, ffn_out=weights.ffn_out * scale)
+
+    claim = Claim(_TILES, _model(1, 64, 32, 2, 32), True, True, 0, "cpu", (0, 0))
+    packing.pack = spoiled
+    refusal = prove_here(claim, device="cpu")
+    packing.pack = honest
+    return {"refusal": refusal}
+
+
 if __name__ == "__main__":
     for name, check in CHECKS.items():
         print(json.dumps({"name": name, **run(check)}), file=sys.stdout, flush=True)
+    print(json.dumps({"name": "proof", **prove(1.0)}))
+    print(json.dumps({"name": "proof of a wrong kernel", **prove(1.02)}))

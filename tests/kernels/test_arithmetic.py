@@ -28,7 +28,14 @@ def results() -> dict[str, dict[str, object]]:
 
 
 def test_every_check_ran(results: dict[str, dict[str, object]]) -> None:
-    assert sorted(results) == sorted(_NAMES)
+    assert sorted(results) == sorted([*_NAMES, "proof", "proof of a wrong kernel"])
+
+
+def test_the_proof_passes_a_right_kernel_and_no_wrong_one(
+    results: dict[str, dict[str, object]],
+) -> None:
+    assert results["proof"]["refusal"] == ""
+    assert "differs from the reference" in str(results["proof of a wrong kernel"]["refusal"])
 
 
 @pytest.mark.parametrize("name", _NAMES)

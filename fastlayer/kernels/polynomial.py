@@ -1,0 +1,384 @@
+"""Degree-2 polynomial attention as a chunked causal scan; the maths is in ``fastlayer.polynomial``.
+
+For one head, with features ``phi(k) = (k_i k_j)``, in three launches:
+
+    states    local[c]  = sum over the keys of chunk c of phi(k) v^T             float32
+    scan      mean[c]   = sum of local[0..c] / number of those keys              float16
+    outputs   past      = count * (c2 phi(q) mean + c1 q mean1 + c0 mean0)
+              out       = (past + sum exp(s) v) / (its denominator)              keys of own chunk
+
+``phi`` never lies in memory. Columns come in blocks of sixteen, and a pair of blocks ``a <= b``
+makes 256 products by an outer product of the two; pairs ``a < b`` stand for both orders and count
+twice. Sums are float32 throughout; only a *mean* is rounded to a float16 operand, because a sum
+over 100,000 keys would not fit. The past is the initial state of an online softmax over the own
+chunk, so one running maximum keeps both finite. The denominator needs ``[D, D]`` moments only.
+
+Shapes: ``q, k, v, out [H, N, D]`` views, float16, D contiguous. q and k are copied to
+``[H, D, N]``, padded with zeros to whole chunks: products of columns then load along rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_BLOCK = tl.constexpr(16)
+_PRODUCTS = tl.constexpr(256)
+#: Products that enter one matrix product of ``outputs``: four columns of a against sixteen of b.
+_PART = tl.constexpr(4)
+
+
+@triton.jit
+def _pair(p, BLOCKS: tl.constexpr):
+    """The p-th pair of blocks ``(a, b)``, a <= b, by rows of the upper triangle."""
+    a = 0
+    for t in tl.static_range(1, BLOCKS):
+        a += tl.where(p >= t * BLOCKS - t * (t - 1) // 2, 1, 0)
+    return a, p - (a * BLOCKS - a * (a - 1) // 2) + a
+
+
+@triton.jit
+def states_kernel(
+    kt_ptr, v_ptr, local_ptr,
+    padded, v_head, v_row, chunks,
+    D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One pair of blocks of one chunk and head, ``[256, D]``. Grid (pairs, chunks, heads)."""
+    pair = tl.program_id(0)
+    chunk = tl.program_id(1)
+    head = tl.program_id(2)
+    a, b = _pair(pair, D // _BLOCK)
+    block = tl.arange(0, _BLOCK)
+    cols = tl.arange(0, D)
+    rows = tl.arange(0, ROWS)
+    start = (chunk * CHUNK).to(tl.int64)
+    kt = kt_ptr + (head * D).to(tl.int64) * padded + start
+    v = v_ptr + head.to(tl.int64) * v_head + start * v_row
+    acc = tl.zeros([_PRODUCTS, D], tl.float32)
+    for r in tl.range(0, CHUNK, ROWS, num_stages=STAGES):
+        ka = tl.load(kt + (block + a * _BLOCK)[:, None] * padded + (rows + r)[None, :])
+        kb = tl.load(kt + (block + b * _BLOCK)[:, None] * padded + (rows + r)[None, :])
+        products = tl.reshape(ka[:, None, :] * kb[None, :, :], [_PRODUCTS, ROWS])
+        values = tl.load(v + (rows + r)[:, None] * v_row + cols[None, :])
+        acc = tl.dot(products, values, acc)
+    acc *= tl.where(a == b, 1.0, 2.0)
+    pairs = tl.num_programs(0)
+    local = local_ptr + ((head.to(tl.int64) * chunks + chunk) * pairs + pair) * (_PRODUCTS * D)
+    tl.store(local + tl.arange(0, _PRODUCTS)[:, None] * D + cols[None, :], acc)
+
+
+@triton.jit
+def scan_kernel(
+    local_ptr, mean_ptr,
+    chunks, elements,
+    CHUNK: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Running means over chunks, for ``SPAN`` elements. Grid (elements / SPAN, heads)."""
+    at = tl.program_id(1).to(tl.int64) * chunks * elements
+    at += tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    total = tl.zeros([SPAN], tl.float32)
+    keys = 0.0
+    for _ in tl.range(0, chunks):
+        total += tl.load(local_ptr + at)
+        keys += CHUNK
+        tl.store(mean_ptr + at, (total / keys).to(tl.float16))
+        at += elements
+
+
+@triton.jit
+def outputs_kernel(
+    qt_ptr, kt_ptr, v_ptr, mean_ptr, mean1_ptr, moments_ptr, sums_ptr, coefficients_ptr, out_ptr,
+    tokens, padded, v_head, v_row, out_head, out_row, chunks, first_row,
+    D: tl.constexpr, SCALE: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``ROWS`` rows of one head. Grid (row tiles from ``first_row`` on, heads).
+
+    ``mean [H, C, pairs, 256, D]``, ``mean1`` and ``moments [H, C, D, D]`` (of k v^T and k k^T) are
+    float16; ``sums [H, C, 2, D]`` (means of k, then v) and ``coefficients [H, 4]`` float32. Entry
+    c is over chunks 0 to c, so a row of chunk c reads entry c - 1.
+    """
+    head = tl.program_id(1)
+    start = first_row + tl.program_id(0) * ROWS
+    chunk = start // CHUNK
+    count = (chunk * CHUNK).to(tl.float32)
+    cols = tl.arange(0, D)
+    rows = tl.arange(0, ROWS)
+    columns = (head * D).to(tl.int64) * padded
+    qt = qt_ptr + columns + start
+    entry = head.to(tl.int64) * chunks + chunk - 1
+
+    # The second order: 64 products at a time.
+    BLOCKS: tl.constexpr = D // _BLOCK
+    PAIRS: tl.constexpr = BLOCKS * (BLOCKS + 1) // 2
+    PARTS: tl.constexpr = _BLOCK // _PART
+    WIDE: tl.constexpr = _PART * _BLOCK
+    part = tl.arange(0, _PART)
+    block = tl.arange(0, _BLOCK)
+    wide = tl.arange(0, WIDE)
+    mean = mean_ptr + entry * (PAIRS * _PRODUCTS * D)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    for t in tl.range(0, PAIRS * PARTS, num_stages=STAGES):
+        pair = t // PARTS
+        a, b = _pair(pair, BLOCKS)
+        first = a * _BLOCK + (t - pair * PARTS) * _PART
+        qa = tl.load(qt + (part + first)[:, None] * padded + rows[None, :])
+        qb = tl.load(qt + (block + b * _BLOCK)[:, None] * padded + rows[None, :])
+        products = tl.reshape(qa[:, None, :] * qb[None, :, :], [WIDE, ROWS])
+        state = tl.load(mean + (wide + t * WIDE)[:, None] * D + cols[None, :])
+        acc = tl.dot(tl.trans(products), state, acc)
+
+    # The lower orders and the denominator.
+    q = tl.trans(tl.load(qt + cols[:, None] * padded + rows[None, :]))
+    square = entry * (D * D) + cols[:, None] * D + cols[None, :]
+    linear = tl.dot(q, tl.load(mean1_ptr + square))
+    wide_q = q.to(tl.float32)
+    quadratic = tl.sum(tl.dot(q, tl.load(moments_ptr + square)) * wide_q, axis=1)
+    key_mean = tl.load(sums_ptr + entry * (2 * D) + cols)
+    value_mean = tl.load(sums_ptr + entry * (2 * D) + D + cols)
+    along = tl.sum(wide_q * key_mean[None, :], axis=1)
+    coefficients = coefficients_ptr + head * 4
+    m = tl.zeros([ROWS], tl.float32) + tl.load(coefficients) * _LOG2E
+    c0 = tl.load(coefficients + 1) * count
+    c1 = tl.load(coefficients + 2) * (count * SCALE)
+    c2 = tl.load(coefficients + 3) * (count * SCALE * SCALE)
+    acc = c2 * acc + c1 * linear + (c0 * value_mean)[None, :]
+    total = c0 + c1 * along + c2 * quadratic
+
+    # The row's own chunk, exactly: an online softmax that goes on from the past.
+    v_base = v_ptr + head.to(tl.int64) * v_head
+    for key in tl.range(chunk * CHUNK, start + ROWS, KEYS, num_stages=STAGES):
+        places = tl.arange(0, KEYS) + key
+        kt = tl.load(kt_ptr + columns + cols[:, None] * padded + places[None, :])
+        values = tl.load(
+            v_base + places.to(tl.int64)[:, None] * v_row + cols[None, :],
+            mask=(places < tokens)[:, None], other=0.0,
+        )  # fmt: skip
+        s = tl.dot(q, kt) * (SCALE * _LOG2E)
+        s = tl.where(places[None, :] <= start + rows[:, None], s, float("-inf"))
+        higher = tl.maximum(m, tl.max(s, axis=1))
+        p = tl.exp2(s - higher[:, None])
+        shrink = tl.exp2(m - higher)
+        total = total * shrink + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(tl.float16), values, acc * shrink[:, None])
+        m = higher
+    places = start + rows
+    out = out_ptr + head.to(tl.int64) * out_head + places.to(tl.int64)[:, None] * out_row
+    result = (acc / total[:, None]).to(tl.float16)
+    tl.store(out + cols[None, :], result, mask=(places < tokens)[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One kernel launch: ``kernel[grid](*tensors, *scalars, **constants, **options)``."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    tensors: tuple[torch.Tensor, ...]
+    scalars: tuple[int, ...]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+    def __call__(self) -> None:
+        self.kernel[self.grid](*self.tensors, *self.scalars, **self.constants, **self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class PolynomialLaunch:
+    """Knobs: rows of an output tile and of a state's step, keys of a step, warps, stages.
+
+    The output tile and the keys' step must divide the chunk.
+    """
+
+    rows: int = 128
+    keys: int = 64
+    state_rows: int = 64
+    span: int = 1024
+    warps: int = 8
+    state_warps: int = 8
+    stages: int = 3
+
+
+#: Head widths that one matrix product per step serves. Narrower ones make 16- and 32-wide operands,
+#: which ptxas before 13.3 miscompiles for sm_90; ``steps`` takes them, for the interpreter.
+HEAD_DIMS = (64, 128)
+
+
+def pairs(head_dim: int) -> int:
+    """Pairs of column blocks, ``b (b + 1) / 2`` for ``b = head_dim / 16``."""
+    blocks = head_dim // 16
+    return blocks * (blocks + 1) // 2
+
+
+def workspace_per_head(tokens: int, head_dim: int, chunk: int) -> int:
+    """Bytes that ``polynomial_attention`` allocates for each head of a group."""
+    chunks = -(-tokens // chunk)
+    state = pairs(head_dim) * 256 * head_dim * (4 + 2)
+    lower = head_dim * head_dim * 2 * (4 + 4 + 2) + 2 * head_dim * 8
+    transposed = 2 * head_dim * chunk * 2
+    upcast = 2 * chunk * head_dim * 4
+    return chunks * (state + lower + transposed + upcast)
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What the three launches read and write for a group of G heads and C = chunks of the past."""
+
+    qt: torch.Tensor
+    kt: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    coefficients: torch.Tensor
+    mean1: torch.Tensor
+    moments: torch.Tensor
+    sums: torch.Tensor
+    local: torch.Tensor
+    mean: torch.Tensor
+
+
+def operands(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    coefficients: torch.Tensor,
+    chunk: int,
+) -> Operands:
+    """Transposed copies, lower moments and room for the states."""
+    heads, tokens, dim = q.shape
+    past = (tokens - 1) // chunk
+    padded = -(-tokens // chunk) * chunk
+    qt, kt = (t.new_zeros(heads, dim, padded) for t in (q, k))
+    qt[:, :, :tokens] = q.transpose(1, 2)
+    kt[:, :, :tokens] = k.transpose(1, 2)
+    keys = k[:, : past * chunk].reshape(heads * past, chunk, dim).float()
+    values = v[:, : past * chunk].reshape(heads * past, chunk, dim).float()
+    seen = torch.arange(1, past + 1, device=q.device, dtype=torch.float32) * chunk
+
+    def means(parts: torch.Tensor) -> torch.Tensor:
+        running = parts.view(heads, past, -1, dim).cumsum_(1)
+        return running.div_(seen[:, None, None])
+
+    # Products of float16 numbers are exact in TF32, so its setting makes no difference here.
+    mean1 = means(torch.bmm(keys.transpose(1, 2), values)).half()
+    moments = means(torch.bmm(keys.transpose(1, 2), keys)).half()
+    sums = means(torch.stack([keys.sum(1), values.sum(1)], 1))
+    shape = (heads, past, pairs(dim), 256, dim)
+    local = torch.empty(shape, dtype=torch.float32, device=q.device)
+    mean = torch.empty(shape, dtype=torch.float16, device=q.device)
+    coefficients = coefficients.float().contiguous()
+    return Operands(qt, kt, v, out, coefficients, mean1, moments, sums, local, mean)
+
+
+def steps(given: Operands, *, first_row: int, chunk: int, launch: PolynomialLaunch) -> list[Step]:
+    """The three launches that write rows from ``first_row`` on."""
+    heads, tokens, dim = given.v.shape
+    past = given.mean.shape[1]
+    padded = given.kt.shape[-1]
+    elements = pairs(dim) * 256 * dim
+    states = Step(
+        states_kernel,
+        (pairs(dim), past, heads),
+        (given.kt, given.v, given.local),
+        (padded, given.v.stride(0), given.v.stride(1), past),
+        {"D": dim, "CHUNK": chunk, "ROWS": min(launch.state_rows, chunk), "STAGES": launch.stages},
+        {"num_warps": launch.state_warps},
+    )
+    span = min(launch.span, elements)
+    scan = Step(
+        scan_kernel,
+        (elements // span, heads),
+        (given.local, given.mean),
+        (past, elements),
+        {"CHUNK": chunk, "SPAN": span},
+        {"num_warps": 4},
+    )
+    outputs = Step(
+        outputs_kernel,
+        (-(-(tokens - first_row) // launch.rows), heads),
+        (
+            given.qt, given.kt, given.v, given.mean, given.mean1, given.moments, given.sums,
+            given.coefficients, given.out,
+        ),
+        (
+            tokens, padded, given.v.stride(0), given.v.stride(1), given.out.stride(0),
+            given.out.stride(1), past, first_row,
+        ),
+        {
+            "D": dim, "SCALE": dim**-0.5, "CHUNK": chunk, "ROWS": launch.rows, "KEYS": launch.keys,
+            "STAGES": launch.stages,
+        },
+        {"num_warps": launch.warps},
+    )  # fmt: skip
+    return [states, scan, outputs]
+
+
+def polynomial_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    coefficients: torch.Tensor,
+    *,
+    first_row: int,
+    chunk: int,
+    heads_at_once: int | None = None,
+    launch: PolynomialLaunch | None = None,
+) -> None:
+    """Writes rows from ``first_row`` on to ``out``; the module says how, and the shapes.
+
+    ``first_row`` is a positive multiple of ``chunk`` and below N. Heads go in groups of
+    ``heads_at_once`` (all by default), each taking ``workspace_per_head`` bytes a head.
+
+    Raises:
+        ValueError: a shape, dtype, stride or row does not fit.
+    """
+    launch = launch or PolynomialLaunch()
+    _check(q, k, v, out, coefficients, first_row, chunk, launch)
+    heads = len(q)
+    group = heads_at_once or heads
+    for at in range(0, heads, group):
+        part = slice(at, at + group)
+        given = operands(q[part], k[part], v[part], out[part], coefficients[part], chunk)
+        for step in steps(given, first_row=first_row, chunk=chunk, launch=launch):
+            step()
+        del given
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    coefficients: torch.Tensor,
+    first_row: int,
+    chunk: int,
+    launch: PolynomialLaunch,
+) -> None:
+    heads, tokens, dim = q.shape
+    rules: list[tuple[bool, str, Any]] = [
+        (k.shape == v.shape == out.shape == q.shape, "q, k, v and out of one shape", out.shape),
+        (dim in (16, 32, 64, 128), "a head_dim of 16, 32, 64 or 128", dim),
+        (all(t.dtype == torch.float16 for t in (q, k, v, out)), "float16 tensors", q.dtype),
+        (all(t.stride(2) == 1 for t in (v, out)), "contiguous columns in v and out", v.stride()),
+        (coefficients.shape == (heads, 4), "coefficients [H, 4]", tuple(coefficients.shape)),
+        (
+            0 < first_row < tokens and first_row % chunk == 0,
+            f"first_row a positive multiple of chunk = {chunk} below {tokens}",
+            first_row,
+        ),
+        (
+            chunk % launch.rows == 0 and launch.rows % launch.keys == 0,
+            "chunk a multiple of rows, and rows of keys",
+            (chunk, launch.rows, launch.keys),
+        ),
+        (chunk % launch.state_rows == 0, "chunk a multiple of state_rows", chunk),
+    ]
+    for holds, expected, given in rules:
+        if not holds:
+            raise ValueError(f"polynomial_attention: given {given}; expected {expected}")
