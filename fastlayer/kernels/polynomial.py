@@ -204,9 +204,9 @@ class PolynomialLaunch:
     stages: int = 3
 
 
-#: Head widths that one matrix product per step serves. Narrower ones make 16- and 32-wide operands,
-#: which ptxas before 13.3 miscompiles for sm_90; ``steps`` takes them, for the interpreter.
-HEAD_DIMS = (64, 128)
+#: Head widths that compile well for sm_90 and sm_120: no spills, no 16- or 32-wide operands, which
+#: ptxas before 13.3 miscompiles for sm_90. ``steps`` takes 16 to 128, for the interpreter.
+HEAD_DIMS = (64,)
 
 
 def pairs(head_dim: int) -> int:

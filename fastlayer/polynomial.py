@@ -1,0 +1,336 @@
+"""Degree-2 polynomial attention: coefficients, score statistics, the guard, the check of rows.
+
+Far from the diagonal, attention's ``exp(s)`` is replaced by a quadratic in the score
+``s = q.k * head_dim**-0.5``. A sum over keys of ``v (c0 + c1 s + c2 s^2)`` needs the keys only
+through their moments, so causal attention becomes a scan over chunks of keys, linear in N:
+
+    past_i = c0 sum v_j + c1 sum s_ij v_j + c2 sum s_ij^2 v_j    keys of earlier chunks
+    near_i = sum exp(s_ij) v_j                                   keys j <= i of the row's own chunk
+    out_i  = (past_i + near_i) / (the same sums with v = 1)
+
+**Coefficients.** If scores are N(mu, sigma^2), the quadratic nearest to ``exp(s)`` in mean square
+is its projection onto the Hermite polynomials of ``z = (s - mu) / sigma``. From the generating
+function ``exp(sigma z - sigma^2 / 2) = sum_k He_k(z) sigma^k / k!`` and their orthogonality,
+
+    exp(s) = exp(mu + sigma^2 / 2) * (He_0 + sigma He_1(z) + sigma^2 / 2 He_2(z) + ...)
+           ~ exp(mu + sigma^2 / 2) * (1 - sigma^2 / 2 + t + t^2 / 2),   t = s - mu
+           = exp(mu + sigma^2 / 2) * ((1 - sigma^2 / 2 - mu + mu^2 / 2) + (1 - mu) s + s^2 / 2)
+
+The neglected part has relative mean square ``exp(sigma^2) - 1 - sigma^2 - sigma^4 / 2``. The factor
+in front matters, for near scores are exact. The quadratic is positive everywhere for sigma < 1, so
+no weight is ever negative below that. Taylor's ``1 + s + s^2 / 2`` is kept for comparison.
+
+**Statistics.** The first two moments of a row's scores over earlier chunks need no scores: they are
+``sum_j s_ij = q_i . sum_j k_j`` and ``sum_j s_ij^2 = q_i^T (sum_j k_j k_j^T) q_i``. They are taken
+for ``GUARD_ROWS`` rows, one from each of as many equal stretches of the sequence, so that a drift
+along it shows; the worst head and eighth of the sequence count.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+#: Rows exact from the start of the sequence, and rows of a chunk (scores inside are exact).
+EXACT_ROWS = 4096
+CHUNK = 1024
+
+#: Rows whose scores are measured, rows whose outputs are checked, and the seeds that place them.
+GUARD_ROWS, CHECK_ROWS = 512, 64
+_GUARD_SEED, _CHECK_SEED = 14, 41
+_SEGMENTS = 8
+
+#: Beyond these the arithmetic itself suffers, whatever the spread: ``1 - mu + mu^2 / 2`` cancels,
+#: and products of two elements of q or k must stay within float16 (65,504).
+MEAN_LIMIT = 1.0
+NORM_LIMIT = 240.0
+
+#: The worst checked row may use this share of its tolerance before the sample is recomputed, and a
+#: calibrated threshold is where the whole model's worst element reaches ``CALIBRATED_BUDGET``.
+CHECK_BUDGET = 0.5
+CALIBRATED_BUDGET = 0.6
+
+#: Of the acceptance rule that rows are checked by.
+ATOL, RTOL = 0.002, 0.02
+
+_GUARD_FILE = Path(__file__).with_name("polynomial_guard.json")
+_KEYS_AT_ONCE = 8192
+
+
+def hermite(mean: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """Least-squares coefficients ``[H, 4]`` for scores N(mean, sigma^2); both ``[H]`` float32.
+
+    Columns: the logarithm of the factor in front, then c0, c1, c2 without it.
+    """
+    variance = sigma * sigma
+    constant = 1.0 - variance / 2 - mean + mean * mean / 2
+    return torch.stack(
+        [mean + variance / 2, constant, 1.0 - mean, torch.full_like(mean, 0.5)], dim=1
+    )
+
+
+def taylor(mean: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """Taylor's coefficients about zero, in the form of ``hermite``; the statistics are unused."""
+    rows = torch.tensor([0.0, 1.0, 1.0, 0.5], dtype=mean.dtype, device=mean.device)
+    return rows.expand(len(mean), 4).contiguous()
+
+
+COEFFICIENTS = {"hermite": hermite, "taylor": taylor}
+
+
+def truncation(sigma: float) -> float:
+    """Root of the relative mean square that degree 2 neglects under N(mu, sigma^2)."""
+    variance = sigma * sigma
+    return math.sqrt(math.exp(variance) - 1.0 - variance - variance * variance / 2)
+
+
+def sampled_rows(
+    first: int, tokens: int, count: int, seed: int, device: torch.device | str
+) -> torch.Tensor:
+    """At most ``count`` ascending rows of [first, tokens), one from each equal stretch; int64."""
+    span = tokens - first
+    count = min(count, span)
+    edges = torch.arange(count, dtype=torch.float64) * span / count
+    place = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    rows = (edges + place * span / count).long().clamp_(max=span - 1)
+    return (rows + first).to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreStatistics:
+    """Scores of one layer's sampled rows over the keys that a polynomial would stand for.
+
+    Attributes:
+        mean, sigma: ``[H]`` float32, pooled over all sampled rows: for the coefficients.
+        worst_sigma: the largest spread of any head in any eighth of the sequence.
+        worst_mean: the mean of largest magnitude, likewise.
+        largest_norm: of any query or key, of all of them.
+    """
+
+    mean: torch.Tensor
+    sigma: torch.Tensor
+    worst_sigma: float
+    worst_mean: float
+    largest_norm: float
+
+
+def score_statistics(
+    q: torch.Tensor, k: torch.Tensor, *, first_row: int, chunk: int = CHUNK
+) -> ScoreStatistics:
+    """Statistics of the scores of ``q, k [H, N, D]`` in the rows from ``first_row`` on.
+
+    ``first_row`` is a positive multiple of ``chunk`` below N. Synchronises with the host once.
+    Memory: the keys' second moments at each chunk and at each sampled row, float32.
+    """
+    heads, tokens, dim = q.shape
+    rows = sampled_rows(first_row, tokens, GUARD_ROWS, _GUARD_SEED, q.device)
+    whole = tokens // chunk
+    chunks = k[:, : whole * chunk].reshape(heads, whole, chunk, dim)
+    first_moment = chunks.sum(dim=2, dtype=torch.float32).cumsum_(1)
+    second_moment = torch.empty(heads, whole, dim, dim, dtype=torch.float32, device=k.device)
+    for head in range(heads):
+        keys = chunks[head].float()
+        torch.bmm(keys.transpose(1, 2), keys, out=second_moment[head])
+    second_moment.cumsum_(1)
+    seen = rows // chunk
+    count = (seen * chunk).float()
+    queries = q[:, rows].float() * dim**-0.5
+    mean = (queries * first_moment[:, seen - 1]).sum(-1) / count
+    weighted = torch.matmul(queries[:, :, None], second_moment[:, seen - 1])[:, :, 0]
+    square = (weighted * queries).sum(-1) / count
+
+    pieces = [*zip(mean.chunk(_SEGMENTS, 1), square.chunk(_SEGMENTS, 1), strict=True)]
+    means = torch.stack([m.mean(1) for m, _ in pieces], 1)
+    squares = torch.stack([s.mean(1) for _, s in pieces], 1)
+    sigmas = (squares - means * means).clamp_min(0.0).sqrt()
+    largest = torch.stack([torch.linalg.vector_norm(t, dim=-1).max().float() for t in (q, k)])
+    worst = torch.stack([sigmas.max(), means.abs().max(), largest.max()]).tolist()
+    pooled = mean.mean(1)
+    sigma = (square.mean(1) - pooled * pooled).clamp_min(0.0).sqrt()
+    return ScoreStatistics(pooled, sigma, *worst)
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Whether scores are tame enough for a quadratic. The threshold is measured, never assumed.
+
+    Attributes:
+        threshold: largest ``worst_sigma`` served by the polynomial, None before calibration.
+        provenance: where the threshold comes from, or "uncalibrated".
+    """
+
+    threshold: float | None
+    provenance: str
+
+    def objection(self, found: ScoreStatistics) -> str:
+        """Why this layer must be exact, or ""."""
+        if self.threshold is None:
+            return f"the guard is {self.provenance}"
+        limits = (
+            ("score spread", found.worst_sigma, self.threshold),
+            ("score mean", found.worst_mean, MEAN_LIMIT),
+            ("norm of a query or key", found.largest_norm, NORM_LIMIT),
+        )
+        for what, value, limit in limits:
+            if not value <= limit:  # NaN is refused as well
+                return f"{what} {value:.3g} beyond {limit:.3g}"
+        return ""
+
+
+@cache
+def committed_guard() -> Guard:
+    """The guard of ``polynomial_guard.json``, which a calibration writes.
+
+    Raises:
+        ValueError: the file holds a threshold that its own curve does not support.
+    """
+    return read_guard(_GUARD_FILE.read_text())
+
+
+def read_guard(text: str) -> Guard:
+    """The guard in a file's text: keys threshold, provenance, device, evidence and curve.
+
+    Raises:
+        ValueError: the threshold is not at most what ``calibrated_threshold`` makes of the curve.
+    """
+    data = json.loads(text)
+    threshold = data["threshold"]
+    if threshold is None:
+        return Guard(None, str(data["provenance"]))
+    supported = calibrated_threshold([(float(s), float(b)) for s, b in data["curve"]])
+    if not threshold <= supported:
+        raise ValueError(
+            f"polynomial_guard.json: given threshold {threshold}; expected at most "
+            f"{supported:.4f}, where its curve reaches the budget. Calibrate again."
+        )
+    return Guard(float(threshold), f"calibrated on {data['device']}, {data['evidence']}")
+
+
+def calibrated_threshold(curve: Sequence[tuple[float, float]]) -> float:
+    """The spread at which ``(sigma, budget_used)`` first reaches ``CALIBRATED_BUDGET``.
+
+    Between two points the budget is interpolated linearly; the points are sorted by sigma.
+
+    Raises:
+        ValueError: the curve does not cross the budget, so that it supports no threshold.
+    """
+    points = sorted(curve)
+    for (left, below), (right, above) in itertools.pairwise(points):
+        if below <= CALIBRATED_BUDGET < above:
+            return left + (right - left) * (CALIBRATED_BUDGET - below) / (above - below)
+    raise ValueError(
+        f"calibration curve of {len(points)} points: expected budgets from below to above "
+        f"{CALIBRATED_BUDGET}. Measure spreads from 0.2 to 1.2."
+    )
+
+
+def check_rows(q: torch.Tensor, k: torch.Tensor, *, first_row: int) -> torch.Tensor:
+    """Rows to compare with exact attention: int64, not sorted, duplicates possible.
+
+    ``CHECK_ROWS`` sampled over the sequence, and for each head the two rows most likely to be the
+    worst: the query of largest norm, and the query that scores highest with the key of largest
+    norm. A few rare spikes escape a sample, but they need a large query or a large key.
+    """
+    heads, tokens, _ = q.shape
+    sampled = sampled_rows(first_row, tokens, CHECK_ROWS, _CHECK_SEED, q.device)
+    late = q[:, first_row:]
+    by_norm = torch.linalg.vector_norm(late, dim=-1).argmax(dim=1)
+    key = torch.linalg.vector_norm(k, dim=-1).argmax(dim=1)
+    largest_key = k[torch.arange(heads, device=k.device), key]
+    with_key = torch.matmul(late, largest_key[:, :, None])[:, :, 0]
+    before = torch.arange(first_row, tokens, device=q.device) < key[:, None]
+    by_key = with_key.masked_fill_(before, float("-inf")).argmax(dim=1)
+    return torch.cat([sampled, by_norm + first_row, by_key + first_row])
+
+
+def exact_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    """Exact causal attention in float32 of the given ``rows [R]`` only: ``[H, R, D]``.
+
+    Keys pass in blocks under a running maximum, so that memory is bounded.
+    """
+    heads, tokens, dim = k.shape
+    queries = q[:, rows].float() * dim**-0.5
+    top = torch.full((heads, len(rows), 1), float("-inf"), device=q.device)
+    total = torch.zeros_like(top)
+    result = torch.zeros_like(queries)
+    for start in range(0, tokens, _KEYS_AT_ONCE):
+        keys = k[:, start : start + _KEYS_AT_ONCE].float()
+        scores = torch.matmul(queries, keys.transpose(1, 2))
+        places = torch.arange(start, start + keys.shape[1], device=q.device)
+        scores.masked_fill_(places > rows[:, None], float("-inf"))
+        higher = torch.maximum(top, scores.amax(-1, keepdim=True))
+        # A row that has seen no key yet keeps -inf; its weights are exp(-inf - 0) = 0.
+        base = higher.masked_fill(higher == float("-inf"), 0.0)
+        weights = scores.sub_(base).exp_()
+        shrink = (top - base).exp()
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        result = result * shrink + torch.matmul(
+            weights, v[:, start : start + keys.shape[1]].float()
+        )
+        top = higher
+    return result / total
+
+
+def budget_used(candidate: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """The worst element's share of its tolerance, a float32 scalar; inf where not finite."""
+    difference = (candidate.float() - exact.float()).abs()
+    share = difference / (RTOL * exact.float().abs()).clamp_min(ATOL)
+    return torch.nan_to_num(share, nan=math.inf, posinf=math.inf).amax()
+
+
+def polynomial_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    coefficients: torch.Tensor,
+    *,
+    first_row: int,
+    chunk: int = CHUNK,
+) -> None:
+    """Writes rows from ``first_row`` on to ``out [H, N, D]``, in plain torch and float32.
+
+    The algorithm of the Triton kernel, one head and chunk at a time: ``q, k, v [H, N, D]`` of any
+    floating dtype, ``coefficients [H, 4]``, ``first_row`` a multiple of ``chunk``.
+    """
+    heads, tokens, dim = q.shape
+    scale = dim**-0.5
+    for head in range(heads):
+        log_scale, c0, c1, c2 = coefficients[head].tolist()
+        keys_sum = torch.zeros(dim, device=q.device)
+        values_sum = torch.zeros(dim, device=q.device)
+        first = torch.zeros(dim, dim, device=q.device)
+        moments = torch.zeros(dim, dim, device=q.device)
+        second = torch.zeros(dim * dim, dim, device=q.device)
+        for start in range(0, tokens, chunk):
+            rows = slice(start, min(start + chunk, tokens))
+            kc, vc = k[head, rows].float(), v[head, rows].float()
+            if start >= first_row:
+                qc = q[head, rows].float() * scale
+                scores = qc @ kc.T
+                future = torch.ones_like(scores, dtype=torch.bool).triu_(1)
+                scores.masked_fill_(future, float("-inf"))
+                # Everything is relative to exp(top), so that no spike overflows.
+                top = scores.amax(1, keepdim=True).clamp_min(log_scale)
+                near = (scores - top).exp()
+                past = (log_scale - top).exp()
+                features = (qc[:, :, None] * qc[:, None, :]).reshape(len(qc), -1)
+                numerator = c0 * values_sum + c1 * (qc @ first) + c2 * (features @ second)
+                count = c0 * start + c1 * (qc @ keys_sum) + c2 * ((qc @ moments) * qc).sum(1)
+                weighted = past * numerator + near @ vc
+                out[head, rows] = weighted / (past * count[:, None] + near.sum(1, keepdim=True))
+            if rows.stop < tokens:
+                values_sum += vc.sum(0)
+                keys_sum += kc.sum(0)
+                first += kc.T @ vc
+                moments += kc.T @ kc
+                second += (kc[:, :, None] * kc[:, None, :]).reshape(len(kc), -1).T @ vc

@@ -1,0 +1,87 @@
+"""Runs the polynomial kernel in Triton's interpreter and prints one JSON line a check.
+
+A process of its own: whether a kernel is interpreted is decided when its module is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from torch.nn import functional as F
+
+from fastlayer import polynomial
+from fastlayer.kernels.polynomial import PolynomialLaunch
+from fastlayer.kernels.polynomial import polynomial_attention as launch_kernel
+
+
+@dataclass(frozen=True)
+class Check:
+    """``heads`` of width ``dim`` over ``tokens``; ``spread`` and ``mean`` of the scores."""
+
+    tokens: int
+    dim: int
+    heads: int = 2
+    spread: float = 0.33
+    mean: float = 0.0
+    spike: float = 0.0
+    group: int | None = None
+    kind: str = "hermite"
+    chunk: int = 128
+
+
+CHECKS: dict[str, Check] = {
+    "heads of 64": Check(384, 64, heads=1),
+    "heads of 128": Check(258, 128, heads=1, chunk=64, spread=0.1),
+    "heads of 32, ragged, in groups": Check(300, 32, heads=3, group=2, chunk=64),
+    "heads of 16, one row beyond a chunk": Check(257, 16),
+    "shifted scores": Check(450, 16, mean=0.8),
+    "Taylor": Check(400, 16, kind="taylor"),
+    "narrow spread": Check(640, 16, spread=0.02),
+    "wide spread": Check(640, 16, spread=2.0),
+    "spikes in the chunk": Check(512, 16, spike=150.0),
+}
+
+
+def run(check: Check) -> dict[str, object]:
+    generator = torch.Generator().manual_seed(7)
+    shape = (check.tokens, 3, check.heads, check.dim)
+    packed = torch.randn(shape, generator=generator)
+    packed[:, 0] *= check.spread
+    packed[:, 0, :, 0] = check.mean * check.dim**0.5
+    packed[:, 1, :, 0] = 1.0
+    if check.spike:
+        packed[400, 0] = packed[390, 1] * check.spike / check.dim
+    packed = packed.half()
+    # Views of a packed projection, as the route has them.
+    q, k, v = (packed[:, i].transpose(0, 1) for i in range(3))
+    out = torch.full((check.tokens, check.heads, check.dim), float("nan")).half().transpose(0, 1)
+    first = 2 * check.chunk
+    found = polynomial.score_statistics(q, k, first_row=first, chunk=check.chunk)
+    coefficients = polynomial.COEFFICIENTS[check.kind](found.mean, found.sigma)
+    launch = PolynomialLaunch(rows=64, keys=64, state_rows=64)
+    launch_kernel(
+        q, k, v, out, coefficients, first_row=first, chunk=check.chunk,
+        heads_at_once=check.group, launch=launch,
+    )  # fmt: skip
+    wide = [t.float() for t in (q, k, v)]
+    twin = torch.zeros_like(wide[0])
+    polynomial.polynomial_attention(*wide, twin, coefficients, first_row=first, chunk=check.chunk)
+    exact = F.scaled_dot_product_attention(*(t[None] for t in wide), is_causal=True)[0]
+    late = slice(first, None)
+    return {
+        "finite": bool(out[:, late].isfinite().all()),
+        "untouched": bool(out[:, :first].isnan().all()),
+        "from_twin": float((out[:, late] - twin[:, late]).abs().max()),
+        "from_exact": float((out[:, late] - exact[:, late]).abs().max()),
+        "twin_from_exact": float((twin[:, late] - exact[:, late]).abs().max()),
+    }
+
+
+if __name__ == "__main__":
+    for name, check in CHECKS.items():
+        print(json.dumps({"name": name, **run(check)}), flush=True)

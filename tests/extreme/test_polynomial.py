@@ -1,0 +1,195 @@
+"""Coefficients, statistics, the guard's data, exact rows, and the scan in plain torch."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fastlayer import polynomial
+from fastlayer.polynomial import Guard, ScoreStatistics
+
+
+def heads(
+    count: int, tokens: int, dim: int, spread: float = 0.33, mean: float = 0.0, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``q, k, v [H, N, D]`` whose scores are about N(mean, spread^2)."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(count, tokens, dim, generator=generator) for _ in range(3))
+    q *= spread
+    # A direction that all queries share, and keys share along it, shifts every score alike.
+    q[:, :, 0] = mean * dim**0.5
+    k[:, :, 0] = 1.0
+    return q, k, v
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+
+
+@pytest.mark.parametrize(("mean", "sigma"), [(0.0, 0.3), (0.5, 0.45), (-0.8, 0.7)])
+def test_hermite_is_the_least_squares_fit(mean: float, sigma: float) -> None:
+    """Against a weighted fit on Gauss-Hermite nodes, which knows nothing of the derivation."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(40)
+    scores = mean + sigma * nodes
+    root = np.sqrt(weights)[:, None]
+    fit = np.linalg.lstsq(
+        root * np.stack([scores**0, scores, scores**2], 1), root[:, 0] * np.exp(scores), rcond=None
+    )[0]
+    log_scale, *rest = polynomial.hermite(torch.tensor([mean]), torch.tensor([sigma]))[0].tolist()
+    np.testing.assert_allclose(math.exp(log_scale) * np.array(rest), fit, rtol=2e-5, atol=2e-5)
+    values = math.exp(log_scale) * (rest[0] + rest[1] * scores + rest[2] * scores**2)
+    second = (weights * np.exp(scores) ** 2).sum()
+    missed = (weights * (values - np.exp(scores)) ** 2).sum() / second * math.exp(sigma**2)
+    assert math.sqrt(missed) == pytest.approx(polynomial.truncation(sigma), rel=1e-3)
+
+
+def test_taylor_is_taylor() -> None:
+    rows = polynomial.taylor(torch.zeros(3), torch.ones(3))
+    assert rows.tolist() == [[0.0, 1.0, 1.0, 0.5]] * 3
+
+
+def test_no_weight_is_negative_below_a_spread_of_one() -> None:
+    scores = torch.linspace(-9, 9, 4001)
+    for sigma in (0.2, 0.6, 0.99):
+        _, c0, c1, c2 = polynomial.hermite(torch.tensor([0.3]), torch.tensor([sigma]))[0]
+        assert (c0 + c1 * scores + c2 * scores**2).min() > 0
+
+
+def test_sampled_rows_cover_the_sequence_and_are_fixed() -> None:
+    rows = polynomial.sampled_rows(4096, 100_000, 512, 14, "cpu")
+    assert len(rows) == 512
+    assert rows.min() >= 4096
+    assert rows.max() < 100_000
+    assert (rows.diff() > 0).all()
+    assert rows.diff().max() <= 2 * 96_000 / 512
+    assert torch.equal(rows, polynomial.sampled_rows(4096, 100_000, 512, 14, "cpu"))
+    assert polynomial.sampled_rows(8, 10, 512, 14, "cpu").tolist() == [8, 9]
+
+
+@pytest.mark.parametrize("tokens", [512, 600])
+def test_statistics_are_those_of_the_scores_themselves(tokens: int) -> None:
+    q, k, _ = heads(3, tokens, 16, spread=0.5, mean=0.4)
+    q[1] *= 2.0
+    found = polynomial.score_statistics(q, k, first_row=128, chunk=64)
+    rows = polynomial.sampled_rows(128, tokens, 512, 14, "cpu")
+    scores = torch.einsum("hsd,hnd->hsn", q[:, rows], k).double() / 4.0
+    past = (torch.arange(tokens) < (rows // 64 * 64)[:, None]).double()
+    weight = past / past.sum(1, keepdim=True) / len(rows)
+    mean = (scores * weight).sum((1, 2))
+    sigma = ((scores**2 * weight).sum((1, 2)) - mean**2).sqrt()
+    torch.testing.assert_close(found.mean.double(), mean, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.sigma.double(), sigma, rtol=1e-4, atol=1e-5)
+    assert found.worst_sigma >= found.sigma.max().item() * 0.999
+    assert found.worst_sigma == pytest.approx(found.sigma.max().item(), rel=0.2)
+    norms = torch.stack([q.norm(dim=-1).max(), k.norm(dim=-1).max()])
+    assert found.largest_norm == pytest.approx(norms.max().item(), rel=1e-5)
+
+
+def statistics(sigma: float, mean: float = 0.0, norm: float = 8.0) -> ScoreStatistics:
+    return ScoreStatistics(torch.zeros(1), torch.zeros(1), sigma, mean, norm)
+
+
+def test_the_guard_refuses_until_calibrated_and_beyond_its_limits() -> None:
+    assert Guard(None, "uncalibrated").objection(statistics(0.1)) == "the guard is uncalibrated"
+    guard = Guard(0.45, "calibrated")
+    assert guard.objection(statistics(0.45, 1.0)) == ""
+    assert "score spread 0.46 beyond 0.45" in guard.objection(statistics(0.46))
+    assert "score mean" in guard.objection(statistics(0.3, 1.1))
+    assert "norm" in guard.objection(statistics(0.3, 0.0, 300.0))
+    assert guard.objection(statistics(float("nan")))
+
+
+def test_the_committed_guard_is_exact_or_supported_by_its_curve() -> None:
+    guard = polynomial.committed_guard()
+    assert (guard.threshold is None) == (guard.provenance == "uncalibrated")
+
+
+def test_a_threshold_needs_a_curve_that_crosses_the_budget() -> None:
+    curve = [(0.8, 4.5), (0.33, 0.4), (0.45, 0.5), (0.6, 2.0)]
+    assert polynomial.calibrated_threshold(curve) == pytest.approx(0.45 + 0.15 * 0.1 / 1.5)
+    for short in ([], curve[:1], [(0.2, 0.3), (0.4, 0.5)], [(0.2, 0.7), (0.4, 0.9)]):
+        with pytest.raises(ValueError, match=r"expected budgets from below to above 0\.6"):
+            polynomial.calibrated_threshold(short)
+    text = {"threshold": 0.46, "curve": curve, "device": "a GPU", "evidence": "a file"}
+    guard = polynomial.read_guard(json.dumps(text))
+    assert guard == Guard(0.46, "calibrated on a GPU, a file")
+    with pytest.raises(ValueError, match=r"given threshold 0\.47; expected at most 0\.46"):
+        polynomial.read_guard(json.dumps({**text, "threshold": 0.47}))
+
+
+def test_exact_rows_are_exact_over_blocks_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(polynomial, "_KEYS_AT_ONCE", 96)
+    q, k, v = heads(2, 300, 16, spread=4.0)
+    rows = torch.tensor([299, 0, 95, 96, 97, 150, 0])
+    result = polynomial.exact_rows(q, k, v, rows)
+    torch.testing.assert_close(result, exact(q, k, v)[:, rows], rtol=1e-5, atol=1e-5)
+
+
+def test_checked_rows_hold_the_likely_worst() -> None:
+    q, k, _ = heads(2, 2048, 16)
+    q[0, 777] *= 40.0
+    k[1, 900] *= 40.0
+    q[1, 1500] = k[1, 900] * 0.1
+    q[1, 300] = k[1, 900]
+    rows = polynomial.check_rows(q, k, first_row=256)
+    assert len(rows) == polynomial.CHECK_ROWS + 4
+    assert {777, 1500} <= set(rows.tolist())
+    assert rows.min() >= 256
+
+
+def test_budget_counts_what_is_not_finite() -> None:
+    ones = torch.ones(4)
+    assert polynomial.budget_used(ones * 1.01, ones).item() == pytest.approx(0.5, rel=1e-3)
+    assert polynomial.budget_used(torch.tensor([1.0, math.nan]), torch.ones(2)).item() == math.inf
+    assert polynomial.budget_used(ones, ones * math.inf).item() == math.inf
+
+
+def errors(
+    sigma: float, kind: str = "hermite", mean: float = 0.0, tokens: int = 4096, first: int = 1024
+) -> tuple[float, float]:
+    """Worst and rms difference from exact attention, of rows from ``first`` on."""
+    q, k, v = heads(2, tokens, 16, spread=sigma, mean=mean)
+    found = polynomial.score_statistics(q, k, first_row=first, chunk=256)
+    out = torch.full_like(q, math.nan)
+    coefficients = polynomial.COEFFICIENTS[kind](found.mean, found.sigma)
+    polynomial.polynomial_attention(q, k, v, out, coefficients, first_row=first, chunk=256)
+    assert out[:, :first].isnan().all()
+    difference = (out - exact(q, k, v))[:, first:]
+    return difference.abs().max().item(), difference.square().mean().sqrt().item()
+
+
+def test_the_scan_is_attention_up_to_the_neglected_terms() -> None:
+    """Errors fall with the third power of the spread, and least squares beats Taylor."""
+    (_, wide), (_, narrow) = errors(0.4), errors(0.1)
+    assert narrow < 2e-5
+    assert narrow < wide / 20
+    assert wide < errors(0.4, "taylor")[1] / 1.3
+
+
+def test_a_mean_changes_nothing_for_least_squares() -> None:
+    assert errors(0.3, mean=0.7)[1] == pytest.approx(errors(0.3)[1], rel=0.3)
+    assert errors(0.3, "taylor", mean=0.7)[1] > 3 * errors(0.3, mean=0.7)[1]
+
+
+@pytest.mark.parametrize("tokens", [513, 640, 700])
+def test_ragged_ends(tokens: int) -> None:
+    q, k, v = heads(1, tokens, 16, spread=0.05)
+    out = torch.full_like(q, math.nan)
+    coefficients = polynomial.hermite(torch.zeros(1), torch.full((1,), 0.05))
+    polynomial.polynomial_attention(q, k, v, out, coefficients, first_row=128, chunk=128)
+    torch.testing.assert_close(out[:, 128:], exact(q, k, v)[:, 128:], rtol=0, atol=1e-4)
+
+
+def test_spikes_inside_the_chunk_stay_finite() -> None:
+    q, k, v = heads(1, 512, 16)
+    q[0, 300] = k[0, 290] * 200.0
+    out = torch.zeros_like(q)
+    coefficients = polynomial.hermite(torch.zeros(1), torch.full((1,), 0.3))
+    polynomial.polynomial_attention(q, k, v, out, coefficients, first_row=128, chunk=128)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out[0, 300], v[0, 290])
