@@ -85,6 +85,13 @@ OPTIONS: tuple[Option, ...] = (
         choices=("auto", "cpu", "cuda"),
     ),
     Option("admit", "measure every variant of each pair and keep the fastest that passes"),
+    Option(
+        "variant",
+        "with --fastlayer-admit, measure only variants that match this glob",
+        str,
+        append=True,
+        metavar="GLOB",
+    ),
     Option("rival", "also time this named rival of each pair", str, append=True, metavar="NAME"),
     Option("trace", "write a profiler trace for each case and arm", str, metavar="DIR"),
     Option("aa", "a full-length A/A control for every case"),
@@ -137,6 +144,7 @@ class Settings:
     reference: str | None = None
     device: str = "auto"
     admit: bool = False
+    variants: tuple[str, ...] = ()
     rivals: tuple[str, ...] = ()
     trace: Path | None = None
     aa: bool = False
@@ -241,6 +249,7 @@ def read_settings(config: pytest.Config) -> Settings:
         reference=given["reference"],
         device=either("device", "auto"),
         admit=bool(given["admit"]),
+        variants=tuple(given["variant"] or ()),
         rivals=tuple(given["rival"] or ()),
         trace=path("trace"),
         aa=bool(given["aa"]),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -49,7 +50,7 @@ from pytest_fastlayer.session import make_policy
 
 FIRST_SEED = 1234
 #: Share of a full measurement that a rival or a variant gets: enough to rank, not to claim.
-RIVAL_EFFORT, VARIANT_EFFORT = 0.5, 0.2
+RIVAL_EFFORT, VARIANT_EFFORT = 0.5, 0.1
 
 Inputs = Callable[[int], Any]
 
@@ -449,6 +450,7 @@ class Workbench:
         arms = tuple(
             self._arm(pair, name, factory, device, VARIANT_EFFORT)
             for name, factory in pair.variants.items()
+            if any(fnmatchcase(name, glob) for glob in self.settings.variants or ("*",))
         )
         passing = [a for a in arms if a.verdict is Verdict.PASS and a.timing and a.timing.ci]
         if not passing:

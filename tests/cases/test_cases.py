@@ -115,7 +115,10 @@ def describe(model: FastTransformer) -> Mapping[str, Any]:
 def variants(
     reference: torch.nn.Module, config: TransformerConfig, device: str
 ) -> dict[str, Callable[[], FastTransformer]]:
-    """Every eligible route in every launch worth measuring, for ``--fastlayer-admit``."""
+    """Every eligible route in every launch worth measuring, for ``--fastlayer-admit``.
+
+    Without ``dense``, which is the reference and would be timed against itself.
+    """
     contract = RuntimeContract(
         config=config,
         device=probe(torch.device(device)),
@@ -126,6 +129,7 @@ def variants(
             build, reference, config, route=route, launch=launch
         )
         for route in eligible_routes(contract)
+        if route != "dense"
         for launch in launches(route, contract)
     }
 

@@ -210,6 +210,8 @@ def test_layer_norm(paired):
                      "fast": lambda: fast(module),
                      "wrong": lambda: lambda x: fast(module)(x) + 1})
 """)
+    bench("--fastlayer-admit", "--fastlayer-variant=sl*").assert_outcomes(failed=1)
+    assert [arm["name"] for arm in record()["cases"]["layer_norm"]["variants"]] == ["slow"]
     bench("--fastlayer-admit").assert_outcomes(passed=1)
     case = record()["cases"]["layer_norm"]
     verdicts = {arm["name"]: arm["verdict"] for arm in case["variants"]}
