@@ -7,6 +7,7 @@ probe looks for one of these and says what the candidate did.
 
 from __future__ import annotations
 
+from pytest_fastlayer.probes.after import after_timing
 from pytest_fastlayer.probes.run import run_probes
 
-__all__ = ["run_probes"]
+__all__ = ["after_timing", "run_probes"]

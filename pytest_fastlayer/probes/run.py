@@ -85,8 +85,7 @@ def run_probes(
 
     An exception raised by an arm passes through with a note saying what was probed.
     """
-    strict = tolerance or Tolerance()
-    loose = replace(strict, atol=SLACK * strict.atol, rtol=SLACK * strict.rtol)
+    loose = loosened(tolerance or Tolerance())
     run = _Run(freeze(reference), candidate, inputs, loose, expected or {})
     first = seeds[0] if seeds else 0
     second = seeds[1] if len(seeds) > 1 else first + 1
@@ -97,6 +96,11 @@ def run_probes(
     run.stale_weights(weights_of, long=cost is not None and cost[0] > LONG_FORWARD_S)
     run.afterwards()
     return tuple(run.found)
+
+
+def loosened(tolerance: Tolerance) -> Tolerance:
+    """The tolerance that probes compare under; see ``SLACK``."""
+    return replace(tolerance, atol=SLACK * tolerance.atol, rtol=SLACK * tolerance.rtol)
 
 
 @dataclass

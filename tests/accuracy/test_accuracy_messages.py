@@ -222,12 +222,15 @@ def test_lists_are_cut_only_where_they_are_long() -> None:
     text = explain(compare((torch.ones(1, 2), torch.eye(2)[:1]), (torch.zeros(1, 2),) * 2))
     assert "columns of output[0]: all 2" in text
     assert "columns of output[1]: 0 (1) (1 of 2)" in text
+    assert text.count("columns of output[0]") == 1
 
 
 def test_a_worst_element_at_its_limit_is_not_called_failing() -> None:
     result = compare(torch.tensor([0.25, NAN]), torch.zeros(2), Tolerance(0.25, 0.0))
     assert "worst finite element uses 1 of its tolerance, at output[0]" in explain(result)
     assert "worst" not in explain(compare(torch.tensor([NAN]), torch.zeros(1)))
+    beyond = compare(torch.tensor([0.375]), torch.zeros(1), Tolerance(0.25, 0.0))
+    assert "(1.5x its tolerance)" in explain(beyond)
 
 
 def test_float64_tells_the_arms_apart_by_distance() -> None:
@@ -238,5 +241,6 @@ def test_float64_tells_the_arms_apart_by_distance() -> None:
     assert "candidate by 3, reference by 2" in text(-1.0, 4.0, 2.0)
     assert "the candidate is the arm that is off" in text(-1.0, 4.0, 2.0)
     assert "the reference is the arm that is off" in text(-1.0, 4.0, 1.0)
+    assert "the candidate is the arm that is off" in text(-1.0, 3.0, 1.0)  # of two as far off
     assert "float64 says inf there" in text(-1.0, 4.0, INF)
     assert "is the arm that is off" not in text(-1.0, 4.0, INF)

@@ -19,6 +19,7 @@ from probe_pair import honest, make_inputs
 from torch.nn import functional
 
 from pytest_fastlayer.accuracy import compare
+from pytest_fastlayer.probes import after_timing
 
 Candidate = Callable[[torch.Tensor], Any]
 
@@ -343,6 +344,26 @@ def test_stale_weights_are_caught(probe: Any, shared: bool) -> None:
     assert probe(Follows(), reference) == {}
     packed = Packed()
     assert "stale_weights" in probe(lambda x: packed(x), reference, weights_of=(reference, packed))
+
+
+def test_replaying_once_calls_have_been_counted_is_caught_after_the_timing(probe: Any) -> None:
+    calls: list[torch.Tensor] = []
+
+    def candidate(x: torch.Tensor) -> torch.Tensor:
+        if len(calls) < 50:
+            calls.append(honest(x))
+            return calls[-1].clone()
+        return calls[-1].clone()
+
+    assert probe(candidate) == {}
+    assert after_timing(honest, candidate, make_inputs, 1235).passed
+    for _ in range(100):
+        candidate(*make_inputs(1234))
+    found = after_timing(honest, candidate, make_inputs, 1235)
+    assert not found.passed
+    assert "replayed once calls have been counted" in found.message
+    known = after_timing(honest, honest, make_inputs, 7, expected=honest(*make_inputs(7)))
+    assert known.passed
 
 
 @pytest.mark.parametrize(
