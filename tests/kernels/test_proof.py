@@ -101,7 +101,9 @@ def test_a_proof_without_a_gpu_dies_and_says_why(monkeypatch: pytest.MonkeyPatch
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("this machine could prove it")
-    with pytest.raises(ProofDied, match="its first-use proof died: RuntimeError: torch finds no CUDA"):
+    with pytest.raises(
+        ProofDied, match="its first-use proof died: RuntimeError: torch finds no CUDA"
+    ):
         proof.prove_apart(CLAIM)
 
 
