@@ -29,3 +29,9 @@ def probe() -> Callable[..., Caught]:
         return {one.name: one.message for one in found if not one.passed}
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong outputs are watched for late changes: long enough for these tests' threads."""
+    monkeypatch.setattr("pytest_fastlayer.probes.checks.PATIENCE_S", 0.1)
