@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from pytest_fastlayer.accuracy import Tolerance, compare
-from pytest_fastlayer.elementwise import blocks, squared_error, unravel
+from pytest_fastlayer.elementwise import blocks, default_chunk, squared_error, unravel
 from pytest_fastlayer.memory import peak_memory
 from pytest_fastlayer.outputs import leaves, map_tensors
 
@@ -156,6 +157,16 @@ def test_squared_error_takes_two_dtypes_and_refuses_two_shapes() -> None:
     assert squared_error(torch.zeros(0), torch.zeros(0)) == (0.0, 0)
     with pytest.raises(ValueError, match="shapes differ"):
         squared_error(torch.ones(3), torch.ones(1))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("is_complex", "width"), [(False, 8), (True, 16)])
+def test_default_chunks_keep_the_temporaries_under_the_bound(
+    device: str, is_complex: bool, width: int
+) -> None:
+    like: Any = SimpleNamespace(device=torch.device(device), is_complex=lambda: is_complex)
+    temporaries = 9 * width * default_chunk(like)
+    assert 2 << 20 <= temporaries < 256 << 20
 
 
 @pytest.mark.parametrize("contiguous", [True, False])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 from pytest_fastlayer.fingerprint import fingerprints
-from pytest_fastlayer.probes.checks import held_output
+from pytest_fastlayer.probes.checks import held_output, still_changing
 from pytest_fastlayer.probes.memory import PoisonedAllocations, storage_keys, veiled
 
 
@@ -22,6 +23,19 @@ def test_an_output_that_torch_lets_nobody_read_is_reported(monkeypatch: pytest.M
     text = held_output(torch.ones(2), fingerprints(torch.ones(2)), torch.ones(2), ())
     assert "cannot be read any more" in text
     assert "CUDAGraphs" in text
+
+
+def test_an_output_that_is_still_being_written_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = torch.zeros(4)
+    assert not still_changing(output)
+    monkeypatch.setattr("pytest_fastlayer.probes.checks.PATIENCE_S", 30.0)
+    writer = threading.Timer(0.02, lambda: output.fill_(1))
+    monkeypatch.setattr(
+        "pytest_fastlayer.probes.checks.time.sleep", lambda seconds: writer.finished.wait(10)
+    )
+    writer.start()
+    assert still_changing(output)
+    writer.join()
 
 
 @pytest.mark.parametrize(
