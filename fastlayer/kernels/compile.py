@@ -19,7 +19,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastlayer.kernels.launch import Step
+from fastlayer.config import TransformerConfig
+from fastlayer.kernels.knobs import Launch, sizes_for
+from fastlayer.kernels.launch import Program, Step, Workspace, operands
+from fastlayer.kernels.packing import FusedWeights
 
 _TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32"}
 _ALIGNED = [["tt.divisibility", 16]]
@@ -33,6 +36,29 @@ class Resources:
     registers: int
     stack: int
     shared: int
+
+
+def hollow_program(
+    launch: Launch, config: TransformerConfig, *, maximum: bool, masked: bool = False
+) -> Program:
+    """A program to compile and never to run: its tensors hold nothing, only their types matter."""
+    half, single = torch.empty(0, dtype=torch.float16), torch.empty(0)
+    sizes = sizes_for(launch, config)
+    shapes = {
+        "qkv": (sizes.num_layers, sizes.width, 3 * sizes.heads_width),
+        "out": (sizes.num_layers, sizes.heads_width, sizes.width),
+        "ffn_in": (sizes.num_layers, sizes.width, sizes.hidden),
+        "ffn_out": (sizes.num_layers, sizes.hidden, sizes.width),
+    }
+    weights = FusedWeights(
+        **{name: half.new_empty(shape) for name, shape in shapes.items()},
+        biases=single,
+        final=single,
+        score_bounds=(float("inf") if maximum else 0.0,),
+        overflow=False,
+    )
+    workspace = Workspace(half, torch.empty(0, dtype=torch.int32))
+    return Program(launch, sizes, operands(launch, sizes, weights), workspace, masked)
 
 
 def compile_step(step: Step, capability: int) -> Any:

@@ -18,15 +18,18 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 import triton
 
 from fastlayer.cases import CASES
-from fastlayer.kernels.compile import Resources, compile_step, ptxas_version, resources
-from fastlayer.kernels.knobs import Launch, sizes_for
-from fastlayer.kernels.launch import Program, Step, Workspace, operands
+from fastlayer.kernels.compile import (
+    Resources,
+    compile_step,
+    hollow_program,
+    ptxas_version,
+    resources,
+)
+from fastlayer.kernels.knobs import Launch
 from fastlayer.kernels.launches import CAPABILITIES, COMPILED, MEASURED
-from fastlayer.kernels.packing import FusedWeights
 
 BASELINE = Path("baselines/resources.json")
 
@@ -79,30 +82,9 @@ def variants(capability: int) -> Iterator[Variant]:
                 yield Variant(capability, case, row.launch, case not in _PROVEN, part)
 
 
-def step_of(variant: Variant) -> Step:
-    """The kernel launch of a variant, with tensors of no size: only types matter to a compiler."""
-    half, single = torch.empty(0, dtype=torch.float16), torch.empty(0)
-    sizes = sizes_for(variant.launch, CASES[variant.case])
-    shapes = {
-        "qkv": (sizes.num_layers, sizes.width, 3 * sizes.heads_width),
-        "out": (sizes.num_layers, sizes.heads_width, sizes.width),
-        "ffn_in": (sizes.num_layers, sizes.width, sizes.hidden),
-        "ffn_out": (sizes.num_layers, sizes.hidden, sizes.width),
-    }
-    weights = FusedWeights(
-        **{name: half.new_empty(shape) for name, shape in shapes.items()},
-        biases=single,
-        final=single,
-        score_bounds=(float("inf") if variant.maximum else 0.0,),
-        overflow=False,
-    )
-    packed = operands(variant.launch, sizes, weights)
-    workspace = Workspace(half, torch.empty(0, dtype=torch.int32))
-    return Program(variant.launch, sizes, packed, workspace, masked=False).steps[variant.part]
-
-
 def measure(variant: Variant) -> Resources:
-    return resources(compile_step(step_of(variant), variant.capability))
+    program = hollow_program(variant.launch, CASES[variant.case], maximum=variant.maximum)
+    return resources(compile_step(program.steps[variant.part], variant.capability))
 
 
 def toolchain(capability: int) -> str:

@@ -92,6 +92,15 @@ def test_batches_that_compile_to_one_kernel_share_a_proof() -> None:
     assert len({key(1), key(7), key(64)}) == 3
 
 
+@pytest.mark.parametrize("tokens", [1024, 1030, 1088, 2048, 100_000, 99_999])
+def test_long_sequences_are_proven_on_shorter_ones_of_their_class(tokens: int) -> None:
+    claim = replace(CLAIM, config=replace(CASES[13], seq_len=tokens), launch=Launch("layers"))
+    small = claim.small().seq_len
+    assert small <= min(tokens, 2048)
+    assert (small % 16 == 0) == (tokens % 16 == 0)
+    assert (-(-small // 64) % 16 == 0) == (-(-tokens // 64) % 16 == 0)
+
+
 def test_a_claim_survives_its_journey_to_the_other_process() -> None:
     assert Claim.from_json(CLAIM.as_json()) == CLAIM
 
