@@ -44,14 +44,14 @@ class FusedRoute:
 
     def objections(self, contract: RuntimeContract) -> list[str]:
         found = common_objections(contract)
-        device, precision = contract.device, contract.precision
+        device = contract.device
         checks: list[tuple[bool, str]] = [
             (device.type != "cuda", f"its kernels run on CUDA devices, not on {device.type}"),
             (
                 device.type == "cuda" and device.capability < _OLDEST,
                 f"compute capability {device.capability} is below {_OLDEST}",
             ),
-            (not _has_triton(), "Triton is not installed"),
+            (not has_triton(), "Triton is not installed"),
             (
                 contract.mask is MaskKind.IRREGULAR,
                 "the mask is irregular; the kernels take a length for each sample",
@@ -60,11 +60,7 @@ class FusedRoute:
                 contract.capturing,
                 "a CUDA graph is being captured, and its replays would not follow edited weights",
             ),
-            (
-                precision.float32_matmul_precision == "highest" and not precision.allow_tf32,
-                "float32 matrix products are asked for in full precision, and the kernels round "
-                "operands to TF32's ten bits of mantissa (torch.set_float32_matmul_precision)",
-            ),
+            rounds_operands(contract),
         ]
         found += [reason for applies, reason in checks if applies]
         if found:
@@ -124,7 +120,17 @@ def _shape(contract: RuntimeContract) -> Hashable:
     return (contract.device, contract.config, contract.mask.masks)
 
 
-def _has_triton() -> bool:
+def rounds_operands(contract: RuntimeContract) -> tuple[bool, str]:
+    """Whether float16 operands would break the precision that was asked for, and how to say so."""
+    precision = contract.precision
+    return (
+        precision.float32_matmul_precision == "highest" and not precision.allow_tf32,
+        "float32 matrix products are asked for in full precision, and the kernels round "
+        "operands to TF32's ten bits of mantissa (torch.set_float32_matmul_precision)",
+    )
+
+
+def has_triton() -> bool:
     return find_spec("triton") is not None
 
 

@@ -16,7 +16,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from fastlayer import ReferenceTransformer, TransformerConfig
-from fastlayer.kernels import packing
+from fastlayer.kernels import packing, rowwise
 from fastlayer.kernels.knobs import Launch, sizes_for
 from fastlayer.kernels.launch import program
 from fastlayer.kernels.packing import FusedWeights, pack
@@ -129,8 +129,26 @@ def prove(scale: float) -> dict[str, object]:
     return {"refusal": refusal}
 
 
+def rowwise_errors() -> dict[str, object]:
+    """Largest error of each row-wise kernel, on widths that are no powers of two."""
+    torch.manual_seed(3)
+    x, shift = 3 * torch.randn(7, 200) + 5, torch.randn(200)
+    weight, bias = torch.randn(200), torch.randn(200)
+    normal = torch.nn.functional.layer_norm(x + shift, (200,))
+    wide = 4 * torch.randn(7, 999)
+    activated = rowwise.activate_(wide.half())
+    return {
+        "normalise": float((rowwise.normalise(x, shift) - normal).abs().max()),
+        "finish": float(
+            (rowwise.finish(x, shift, weight, bias) - (normal * weight + bias)).abs().max()
+        ),
+        "activate": float((activated - torch.nn.functional.gelu(wide.half().float())).abs().max()),
+    }
+
+
 if __name__ == "__main__":
     for name, check in CHECKS.items():
         print(json.dumps({"name": name, **run(check)}), file=sys.stdout, flush=True)
     print(json.dumps({"name": "proof", **prove(1.0)}))
     print(json.dumps({"name": "proof of a wrong kernel", **prove(1.02)}))
+    print(json.dumps({"name": "rowwise", **rowwise_errors()}))

@@ -1,0 +1,94 @@
+"""What ``half_gemm`` needs between its matrix products, each in one pass over memory.
+
+    normalise   [T, D] float32 -> [T, D] float16:  n(x + shift), LayerNorm without its affine part
+    finish      [T, D] float32 -> [T, D] float32:  n(x + shift) * weight + bias
+    activate    [T, F] float16, in place:          GELU by erf
+
+``shift [D]`` is the sum of the biases that the residual owes: products add to it without them.
+"""
+
+# Triton types what it compiles; its parameters are tensors, not Python's.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fastlayer.kernels.primitives import gelu
+from fastlayer.kernels.sizes import power_of_two
+
+_ROWS = 4
+_ELEMENTS = 4096
+
+
+@triton.jit
+def _normal(x_ptr, shift_ptr, base, real, cols, D: tl.constexpr):
+    """``n(x + shift)`` of rows whose elements ``base + cols`` selects; two passes in registers."""
+    shift = tl.load(shift_ptr + cols, mask=cols < D, other=0.0)
+    x = tl.load(x_ptr + base + cols[None, :], mask=real, other=0.0) + shift[None, :]
+    mean = tl.sum(x, axis=1) * (1.0 / D)
+    centred = tl.where(real, x - mean[:, None], 0.0)
+    variance = tl.sum(centred * centred, axis=1) * (1.0 / D)
+    return centred * tl.rsqrt(variance + 1e-5)[:, None]
+
+
+@triton.jit
+def normalise_kernel(
+    x_ptr, shift_ptr, out_ptr, tokens, D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, W)
+    base = rows.to(tl.int64)[:, None] * D
+    real = (rows < tokens)[:, None] & (cols < D)[None, :]
+    normal = _normal(x_ptr, shift_ptr, base, real, cols, D)
+    tl.store(out_ptr + base + cols[None, :], normal.to(tl.float16), mask=real)
+
+
+@triton.jit
+def finish_kernel(
+    x_ptr, shift_ptr, weight_ptr, bias_ptr, out_ptr, tokens,
+    D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, W)
+    base = rows.to(tl.int64)[:, None] * D
+    real = (rows < tokens)[:, None] & (cols < D)[None, :]
+    weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0)
+    bias = tl.load(bias_ptr + cols, mask=cols < D, other=0.0)
+    normal = _normal(x_ptr, shift_ptr, base, real, cols, D)
+    tl.store(out_ptr + base + cols[None, :], normal * weight[None, :] + bias[None, :], mask=real)
+
+
+@triton.jit
+def activate_kernel(x_ptr, elements, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < elements, other=0.0)
+    tl.store(x_ptr + at, gelu(x.to(tl.float32), True).to(tl.float16), mask=at < elements)
+
+
+def normalise(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """``n(x + shift)`` in float16 for contiguous float32 ``x [T, D]`` and ``shift [D]``."""
+    out = torch.empty_like(x, dtype=torch.float16)
+    tokens, width = x.shape
+    grid = (triton.cdiv(tokens, _ROWS),)
+    normalise_kernel[grid](x, shift, out, tokens, width, power_of_two(width), _ROWS)
+    return out
+
+
+def finish(
+    x: torch.Tensor, shift: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """``n(x + shift) * weight + bias`` in float32; may be asked to overwrite nothing."""
+    out = torch.empty_like(x)
+    tokens, width = x.shape
+    grid = (triton.cdiv(tokens, _ROWS),)
+    finish_kernel[grid](x, shift, weight, bias, out, tokens, width, power_of_two(width), _ROWS)
+    return out
+
+
+def activate_(x: torch.Tensor) -> torch.Tensor:
+    """GELU of contiguous float16 ``x``, in place."""
+    elements = x.numel()
+    activate_kernel[(triton.cdiv(elements, _ELEMENTS),)](x, elements, _ELEMENTS)
+    return x

@@ -1,0 +1,140 @@
+"""Route ``half_gemm``: folding, masks and objections on the CPU; the rest needs a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fastlayer import CASES, FastTransformer, ReferenceTransformer, TransformerConfig, make_inputs
+from fastlayer.contract import GIB, Precision, RuntimeContract
+from fastlayer.device import Device
+from fastlayer.masks import MaskKind
+from fastlayer.routes import half_gemm
+from fastlayer.routes.body import serve_mask
+
+rowwise = pytest.importorskip("fastlayer.kernels.rowwise")
+
+H200 = Device("cuda", "NVIDIA H200", 140 * GIB, (9, 0), 132, 232_448)
+CALL = RuntimeContract(CASES[8], H200, precision=Precision("high", True))
+ROUTE = half_gemm.HalfGemmRoute()
+SMALL = TransformerConfig(3, 24, 144, 6, 96, 2)
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def with_biases(config: TransformerConfig) -> ReferenceTransformer:
+    torch.manual_seed(1234)
+    model = ReferenceTransformer(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def assert_accepted(candidate: torch.Tensor, reference: torch.Tensor) -> None:
+    assert torch.isfinite(candidate).all()
+    budget = (candidate - reference).abs() / (0.02 * reference.abs()).clamp_min(0.002)
+    assert budget.max() <= 1.0, f"the worst element uses {budget.max():.2f} of its tolerance"
+
+
+@pytest.fixture
+def _rows_in_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The row-wise kernels by torch's operators: what is tested here is what lies between."""
+
+    def normalise(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x + shift, x.shape[-1:]).half()
+
+    def finish(x: torch.Tensor, shift: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x + shift, x.shape[-1:], *affine)
+
+    monkeypatch.setattr(rowwise, "normalise", normalise)
+    monkeypatch.setattr(rowwise, "finish", finish)
+    monkeypatch.setattr(rowwise, "activate_", lambda x: F.gelu(x.float()).half())
+    monkeypatch.setattr(
+        half_gemm, "_BACKENDS", [*half_gemm._BACKENDS, torch.nn.attention.SDPBackend.MATH]
+    )
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.usefixtures("_rows_in_torch")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", [MaskKind.NONE, MaskKind.RIGHT_PADDED, MaskKind.IRREGULAR])
+def test_the_folded_body_is_the_model(causal: bool, kind: MaskKind) -> None:
+    config = replace(SMALL, causal=causal)
+    reference = with_biases(config)
+    model = FastTransformer.from_reference(reference)
+    x = torch.randn(3, 24, 144)
+    mask = None
+    if kind is not MaskKind.NONE:
+        mask = torch.arange(24)[None] < torch.tensor([24, 7, 1])[:, None]
+        if kind is MaskKind.IRREGULAR:
+            mask = mask.roll(3, dims=1)
+        x = x * mask[:, :, None]
+    kept = x.clone()
+    layers = half_gemm.pack(model._runtime.state.layers)
+    body = half_gemm.HalfBody(layers, model._runtime.state.final_norm, config.num_heads, causal)
+    assert_accepted(serve_mask(body, kind)(x, mask), reference(x, mask))
+    assert torch.equal(x, kept), "the input was written"
+
+
+def test_it_serves_the_wide_case() -> None:
+    assert ROUTE.objections(CALL) == []
+    assert ROUTE.launches(CALL)[0] == {"execution": "eager"}
+    small = replace(CALL, config=replace(CASES[8], batch_size=1))
+    assert ROUTE.launches(small)[0] == {"execution": "graph"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": Device("cpu", "Some CPU", 16 * GIB)}, "CUDA devices, not on cpu"),
+        ({"precision": Precision("highest", False)}, "full precision"),
+        ({"capturing": True}, "being captured"),
+        ({"config": replace(CASES[8], ffn_dim=1001)}, "ffn_dim = 1001 is no multiple of 8"),
+        ({"config": replace(CASES[8], num_heads=2)}, "head_dim = 512 exceeds 256"),
+        ({"available_bytes": 2**20}, "it needs"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_it_objects_and_says_why(changes: dict[str, object], reason: str) -> None:
+    assert reason in "; ".join(ROUTE.objections(replace(CALL, **changes)))  # type: ignore[arg-type]
+
+
+def test_a_weight_beyond_float16_is_noticed() -> None:
+    model = FastTransformer(SMALL)
+    assert all(layer.finite for layer in half_gemm.pack(model._runtime.state.layers))
+    with torch.no_grad():
+        model.layers[1].norm1.weight[0] = 1e7
+    model._runtime.state.refresh()
+    assert not all(layer.finite for layer in half_gemm.pack(model._runtime.state.layers))
+
+
+@needs_cuda
+@pytest.mark.parametrize("padding", [0.0, 0.5])
+@pytest.mark.parametrize("execution", ["eager", "graph"])
+@pytest.mark.parametrize("config", [replace(CASES[8], batch_size=8), SMALL], ids=["wide", "small"])
+def test_on_a_gpu(config: TransformerConfig, execution: str, padding: float) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        reference = with_biases(config).cuda()
+        model = FastTransformer.from_reference(reference)
+        x, mask = make_inputs(config, 1234, "cuda", padding)
+        kept = x.clone()
+        with torch.no_grad():
+            kind = model._runtime.classify(mask)
+            call = model._contract(x, kind, compiling=False)
+            assert ROUTE.objections(call) == []
+            run = ROUTE.bind(model._runtime.state, call, {"execution": execution})
+            for _ in range(3):
+                assert_accepted(run(x, mask if kind.masks else None), reference(x, mask))
+        assert torch.equal(x, kept)
+        assert model._runtime.state.notes == []
+    finally:
+        torch.set_float32_matmul_precision(before)
