@@ -203,10 +203,12 @@ class FastTransformer(ReferenceTransformer):
         if plan is None:
             plan = self._plan(key, x, kind, compiling, runtime)
         result = plan.run(x, valid_token_mask if kind.masks else None)
-        notes = runtime.state.notes
-        if notes:
-            plan.decision = replace(plan.decision, notes=plan.decision.notes + tuple(notes))
-            notes.clear()
+        state = runtime.state
+        if state.notes or state.measured:
+            plan.notes += tuple(state.notes)
+            plan.decision = replace(plan.decision, notes=plan.notes + state.measured)
+            state.notes.clear()
+            state.measured = ()
         runtime.decision = plan.decision
         return result
 
@@ -343,6 +345,7 @@ def _forward_fake(
 class _Plan:
     decision: Decision
     run: Bound
+    notes: tuple[str, ...] = ()
 
 
 class _Runtime:

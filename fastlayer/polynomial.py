@@ -62,6 +62,7 @@ ATOL, RTOL = 0.002, 0.02
 
 _GUARD_FILE = Path(__file__).with_name("polynomial_guard.json")
 _KEYS_AT_ONCE = 8192
+_HEADS_AT_ONCE = 4
 
 
 def hermite(mean: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
@@ -134,17 +135,17 @@ def score_statistics(
     whole = tokens // chunk
     chunks = k[:, : whole * chunk].reshape(heads, whole, chunk, dim)
     first_moment = chunks.sum(dim=2, dtype=torch.float32).cumsum_(1)
-    second_moment = torch.empty(heads, whole, dim, dim, dtype=torch.float32, device=k.device)
-    for head in range(heads):
-        keys = chunks[head].float()
-        torch.bmm(keys.transpose(1, 2), keys, out=second_moment[head])
-    second_moment.cumsum_(1)
     seen = rows // chunk
     count = (seen * chunk).float()
     queries = q[:, rows].float() * dim**-0.5
     mean = (queries * first_moment[:, seen - 1]).sum(-1) / count
-    weighted = torch.matmul(queries[:, :, None], second_moment[:, seen - 1])[:, :, 0]
-    square = (weighted * queries).sum(-1) / count
+    square = torch.empty_like(mean)
+    for at in range(0, heads, _HEADS_AT_ONCE):
+        group = slice(at, at + _HEADS_AT_ONCE)
+        keys = chunks[group].flatten(0, 1).float()
+        moments = torch.bmm(keys.transpose(1, 2), keys).view(-1, whole, dim, dim).cumsum_(1)
+        weighted = torch.matmul(queries[group, :, None], moments[:, seen - 1])[:, :, 0]
+        square[group] = (weighted * queries[group]).sum(-1) / count
 
     pieces = [*zip(mean.chunk(_SEGMENTS, 1), square.chunk(_SEGMENTS, 1), strict=True)]
     means = torch.stack([m.mean(1) for m, _ in pieces], 1)

@@ -57,7 +57,8 @@ class ModelState:
         config: its shape; the batch and length of a call are in the contract.
         graphs: captured CUDA graphs.
         notes: what a route did otherwise than its launch says (a failed capture, a halved slice);
-            the model moves them into ``last_decision``.
+            the model moves them into ``last_decision``, where they stay.
+        measured: what the last call measured; in ``last_decision`` until the next call.
         version: grows by one whenever a parameter was edited, replaced or moved.
         altered: why the module tree is not the plain one, or "".
     """
@@ -67,6 +68,7 @@ class ModelState:
         self.config = config
         self.graphs = GraphCache()
         self.notes: list[str] = []
+        self.measured: tuple[str, ...] = ()
         self.version = 0
         self.altered = ""
         self._packs: dict[Hashable, object] = {}

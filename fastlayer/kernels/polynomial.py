@@ -205,7 +205,7 @@ class PolynomialLaunch:
 
 
 #: Head widths that compile well for sm_90 and sm_120: no spills, no 16- or 32-wide operands, which
-#: ptxas before 13.3 miscompiles for sm_90. ``steps`` takes 16 to 128, for the interpreter.
+#: ptxas before 13.3 miscompiles for sm_90. ``steps`` takes 16 and 32 too, for the interpreter.
 HEAD_DIMS = (64,)
 
 
@@ -363,7 +363,7 @@ def _check(
     heads, tokens, dim = q.shape
     rules: list[tuple[bool, str, Any]] = [
         (k.shape == v.shape == out.shape == q.shape, "q, k, v and out of one shape", out.shape),
-        (dim in (16, 32, 64, 128), "a head_dim of 16, 32, 64 or 128", dim),
+        (dim in (16, 32, 64), "a head_dim of 16, 32 or 64", dim),
         (all(t.dtype == torch.float16 for t in (q, k, v, out)), "float16 tensors", q.dtype),
         (all(t.stride(2) == 1 for t in (v, out)), "contiguous columns in v and out", v.stride()),
         (coefficients.shape == (heads, 4), "coefficients [H, 4]", tuple(coefficients.shape)),

@@ -7,9 +7,16 @@ from fastlayer.routes.base import Bound, Launch, Route
 from fastlayer.routes.batch_stream import BatchStreamRoute
 from fastlayer.routes.dense import DenseRoute
 from fastlayer.routes.fused import FusedRoute
+from fastlayer.routes.prefix_stream import PrefixStreamRoute
 from fastlayer.routes.sdpa import SdpaRoute
 
-ROUTES: tuple[Route, ...] = (FusedRoute(), BatchStreamRoute(), SdpaRoute(), DenseRoute())
+ROUTES: tuple[Route, ...] = (
+    FusedRoute(),
+    PrefixStreamRoute(),
+    BatchStreamRoute(),
+    SdpaRoute(),
+    DenseRoute(),
+)
 
 ROUTE_NAMES: tuple[str, ...] = tuple(route.name for route in ROUTES)
 

@@ -36,7 +36,6 @@ class Check:
 
 CHECKS: dict[str, Check] = {
     "heads of 64": Check(384, 64, heads=1),
-    "heads of 128": Check(258, 128, heads=1, chunk=64, spread=0.1),
     "heads of 32, ragged, in groups": Check(300, 32, heads=3, group=2, chunk=64),
     "heads of 16, one row beyond a chunk": Check(257, 16),
     "shifted scores": Check(450, 16, mean=0.8),

@@ -1,0 +1,157 @@
+"""stream(): any source, in order, at any length, with errors that name the sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from extreme_support import budget, inputs, reference
+
+from fastlayer import FastTransformer, InputError, RouteError, TransformerConfig
+from fastlayer.streaming import StreamReport, stream
+
+CONFIG = TransformerConfig(3, 40, 32, 4, 48, 2, True)
+
+
+def collect(model: torch.nn.Module, source: object, **options: object) -> tuple:
+    results: list[torch.Tensor] = []
+
+    def sink(index: int, output: torch.Tensor) -> None:
+        assert index == len(results)
+        results.append(output.clone())
+
+    report = stream(model, source, sink, **options)
+    return results, report
+
+
+def test_a_batch_is_a_source() -> None:
+    model = reference(CONFIG)
+    x = inputs(CONFIG)
+    results, report = collect(model, x)
+    torch.testing.assert_close(torch.stack(results), model(x), rtol=0, atol=1e-5)
+    assert isinstance(report, StreamReport)
+    assert (report.samples, report.tokens) == (3, 120)
+    assert report.notes == (
+        "attention: 0 layer runs polynomial, 6 exact; 6 because the launch asks for it",
+    )
+
+
+@pytest.fixture
+def high_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("high_precision")
+def test_generators_lengths_and_float16() -> None:
+    model = reference(CONFIG)
+    x = inputs(CONFIG)
+    lengths = [40, 0, 7]
+    mask = torch.arange(40)[None] < torch.tensor(lengths)[:, None]
+
+    def samples() -> Iterator[tuple[torch.Tensor, int]]:
+        for row, length in zip(x, lengths, strict=True):
+            # Padding may hold anything, and samples differ in length.
+            padded = torch.full((40, 32), float("nan"))
+            padded[:length] = row[:length]
+            yield padded, length
+
+    results, report = collect(model, samples(), launch={"attention": "exact", "compute": "float16"})
+    assert budget(torch.stack(results), model(x, mask)) <= 0.6
+    assert not results[1].any()
+    assert report.tokens == 47
+
+
+def test_samples_of_different_lengths() -> None:
+    model = reference(CONFIG)
+    x = inputs(CONFIG)[0]
+    sizes = [1, 40, 17, 40]
+    results, _ = collect(model, [x[:n] for n in sizes])
+    for size, result in zip(sizes, results, strict=True):
+        torch.testing.assert_close(result, model(x[None, :size])[0], rtol=0, atol=1e-5)
+
+
+def test_a_memory_mapped_file(tmp_path: Path) -> None:
+    model = reference(CONFIG)
+    x = inputs(CONFIG)
+    path = tmp_path / "samples.npy"
+    np.save(path, x.numpy())
+    rows = np.load(path, mmap_mode="r+")
+    results, _ = collect(model, (torch.from_numpy(row) for row in rows))
+    torch.testing.assert_close(torch.stack(results), model(x), rtol=0, atol=1e-5)
+
+
+def test_progress_counts_what_is_done() -> None:
+    model = reference(CONFIG)
+    x = inputs(CONFIG)
+    seen: list[tuple[int, int | None]] = []
+    collect(model, list(x), progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    seen.clear()
+    collect(model, iter(x), progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, None), (2, None), (3, None)]
+
+
+def test_weights_edited_on_the_way_are_seen() -> None:
+    model = FastTransformer.from_reference(reference(CONFIG))
+    x = inputs(CONFIG)[0]
+
+    def samples() -> Iterator[torch.Tensor]:
+        yield x
+        with torch.no_grad():
+            model.layers[0].ffn_in.weight.mul_(2.0)
+        yield x
+
+    (before, after), _ = collect(model, samples())
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, model(x[None])[0], rtol=0, atol=1e-5)
+
+
+def test_an_empty_source_is_no_error() -> None:
+    results, report = collect(reference(CONFIG), [])
+    assert results == []
+    assert report == StreamReport(0, 0, ())
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (
+            torch.zeros(2, 40, 32),
+            r"sample 1: given \(2, 40, 32\); expected a tensor \[tokens, 32\]",
+        ),
+        (torch.zeros(40, 31), r"sample 1: given \(40, 31\)"),
+        (torch.zeros(40, 32).half(), r"sample 1: given torch.float16; expected torch.float32"),
+        ((torch.zeros(40, 32), 41), r"sample 1: given length 41; expected 0 to 40"),
+        ([1.0], r"sample 1: given list"),
+    ],
+)
+def test_errors_name_the_sample(sample: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        collect(reference(CONFIG), [torch.zeros(40, 32), sample])
+
+
+def test_what_cannot_be_streamed_says_why() -> None:
+    x = torch.zeros(40, 32)
+    with pytest.raises(RouteError, match="not causal"):
+        collect(reference(TransformerConfig(1, 40, 32, 4, 48, 2, False)), [x])
+    with pytest.raises(RouteError, match="working_set_bytes is 1,000"):
+        collect(reference(CONFIG), [x], workspace_bytes=1000)
+
+
+def test_float16_is_refused_under_highest_precision() -> None:
+    with pytest.raises(ValueError, match=r"expected 'float32'"):
+        collect(reference(CONFIG), inputs(CONFIG), launch={"compute": "float16"})
+
+
+def test_an_error_of_the_sink_is_the_callers() -> None:
+    def sink(index: int, output: torch.Tensor) -> None:
+        raise ZeroDivisionError(index)
+
+    with pytest.raises(ZeroDivisionError):
+        stream(reference(CONFIG), inputs(CONFIG), sink)
