@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,15 +64,24 @@ def hollow_program(
 
 def compile_step(step: Step, capability: int) -> Any:
     """Triton's compiled kernel of ``step`` for compute capability ``capability`` (90 for 9.0)."""
-    names = step.kernel.arg_names
     activation = torch.empty(0)
     lengths = torch.empty(0, dtype=torch.int32) if step.constants["LENGTHS"] else activation
-    values: tuple[torch.Tensor | int, ...] = (
-        *step.arguments(activation, activation, lengths),
-        *step.scalars,
-    )
+    tensors: tuple[torch.Tensor | int, ...] = step.arguments(activation, activation, lengths)
+    values = (*tensors, *step.scalars)
+    return compile_kernel(step.kernel, values, step.constants, step.options, capability)
+
+
+def compile_kernel(
+    kernel: Any,
+    values: tuple[torch.Tensor | int, ...],
+    constants: Mapping[str, Any],
+    options: Mapping[str, Any],
+    capability: int,
+) -> Any:
+    """What ``kernel(*values, **constants, **options)`` compiles; of tensors only dtypes matter."""
+    names = kernel.arg_names
     signature: dict[str, str] = {}
-    constants: dict[str, Any] = dict(step.constants)
+    fixed: dict[str, Any] = dict(constants)
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for index, (name, value) in enumerate(zip(names, values, strict=False)):
         if isinstance(value, torch.Tensor):
@@ -79,14 +89,14 @@ def compile_step(step: Step, capability: int) -> Any:
             attributes[(index,)] = _ALIGNED
         elif value == 1:
             signature[name] = "constexpr"
-            constants[name] = 1
+            fixed[name] = 1
         else:
             signature[name] = "i32"
             if value % 16 == 0:
                 attributes[(index,)] = _ALIGNED
-    signature |= {name: "constexpr" for name in names if name in step.constants}
-    source = ASTSource(step.kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, _WARP), options=step.options)
+    signature |= {name: "constexpr" for name in names if name in constants}
+    source = ASTSource(kernel, signature, fixed, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, _WARP), options=options)
 
 
 def resources(compiled: Any) -> Resources:
