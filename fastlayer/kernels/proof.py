@@ -8,6 +8,7 @@ process and no other. What passed or differed is remembered on disk; what died i
 the next process.
 
     python -m fastlayer.kernels.proof --all     # proves every listed launch of this device
+    python -m fastlayer.kernels.proof --list    # one claim a line, for --claim under a sanitizer
 
 The directory is ``$FASTLAYER_CACHE_DIR``, or ``fastlayer`` under ``$XDG_CACHE_HOME`` or ~/.cache.
 """
@@ -323,12 +324,18 @@ def main(arguments: list[str] | None = None) -> int:
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--claim", metavar="JSON", help="prove one claim in this process")
     group.add_argument("--all", action="store_true", help="every listed launch of this device")
-    parser.add_argument("--masked", action="store_true", help="with --all: for padded batches")
+    group.add_argument("--list", action="store_true", help="print those claims as JSON lines")
+    parser.add_argument(
+        "--masked", action="store_true", help="with --all and --list: for padded batches"
+    )
     options = parser.parse_args(arguments)
     if options.claim:
         print(json.dumps({"refusal": prove_here(Claim.from_json(options.claim))}))
         return 0
     claims = claims_of_this_device(options.masked)
+    if options.list:
+        print("\n".join(claim.as_json() for claim in claims))
+        return 0
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 2)) as pool:
         reasons = list(pool.map(refusal, claims))
     for claim, reason in zip(claims, reasons, strict=True):

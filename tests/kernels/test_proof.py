@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from fastlayer import CASES
 from fastlayer.kernels import proof
 from fastlayer.kernels.knobs import Launch
+from fastlayer.kernels.launches import MEASURED
 from fastlayer.kernels.proof import Claim, ProofDied, known_refusal, refusal
 
 CLAIM = Claim(Launch("wavefront"), CASES[1], False, True, 0, "Some GPU", (9, 0))
@@ -124,3 +125,21 @@ def test_an_unreadable_record_is_proven_again(tmp_path: Path) -> None:
     assert refusal(CLAIM, prover) == ""
     assert prover.calls == 1
     assert json.loads(path.read_text())["refusal"] == ""
+
+
+def test_the_claims_of_a_device_are_those_of_its_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Facts:
+        name, major, minor, multi_processor_count = "NVIDIA H200", 9, 0, 132
+
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: Facts)
+    assert proof.main(["--list"]) == 0
+    claims = [Claim.from_json(line) for line in capsys.readouterr().out.splitlines()]
+    listed = [row.launch for rows in MEASURED[9, 0].values() for row in rows]
+    assert [claim.launch for claim in claims] == listed
+    unbounded = {claim.config for claim in claims if claim.maximum}
+    assert CASES[7] not in unbounded
+    assert CASES[9] not in unbounded
+    assert CASES[1] in unbounded
