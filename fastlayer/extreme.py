@@ -1,0 +1,372 @@
+"""Measurements of case 14 that no ordinary benchmark makes; each prints JSON, and may write it.
+
+    python -m fastlayer.extreme calibrate --out baselines/polynomial_guard.json --install
+    python -m fastlayer.extreme accuracy  --trials 5     # every element against the oracle
+    python -m fastlayer.extreme time      --attention exact
+    python -m fastlayer.extreme stream    --memory-gib 15
+    python -m fastlayer.extreme scaling   --tokens 12500 25000 50000 100000 200000
+
+``calibrate`` scales the query projection, so that scores spread from 0.2 to 1.2, and compares the
+whole model with the oracle: the guard's threshold is the spread where the worst element reaches
+``CALIBRATED_BUDGET``. ``--install`` makes it the package's. All run on the first CUDA device, or,
+with shapes reduced by the options, on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastlayer.cases import CASES
+from fastlayer.config import TransformerConfig
+from fastlayer.device import probe
+from fastlayer.errors import ConfigError
+from fastlayer.inputs import BASE_SEED, make_inputs
+from fastlayer.model import FastTransformer
+from fastlayer.oracle import Oracle
+from fastlayer.polynomial import (
+    ATOL,
+    CALIBRATED_BUDGET,
+    CHUNK,
+    EXACT_ROWS,
+    RTOL,
+    Guard,
+    calibrated_threshold,
+    committed_guard,
+)
+from fastlayer.reference import ReferenceTransformer
+from fastlayer.routes import Launch
+from fastlayer.routes.prefix_body import Tally
+from fastlayer.routes.prefix_stream import PrefixStream
+from fastlayer.streaming import stream
+
+#: Factors on the query projection; the default initialisation's spread is about 0.33.
+FACTORS = (0.6, 0.8, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0, 2.5, 3.0, 3.6)
+
+#: Lengths measured unless others are given; all but these take case 14's.
+_TOKENS = {"calibrate": 32_768}
+
+Json = dict[str, Any]
+
+
+def make_model(config: TransformerConfig, device: str, factor: float = 1.0) -> ReferenceTransformer:
+    """The disclosed weights, with queries ``factor`` times as large."""
+    torch.manual_seed(BASE_SEED)
+    model = ReferenceTransformer(config).eval().requires_grad_(False)
+    for layer in model.layers:
+        layer.attention.q_proj.weight.mul_(factor)  # type: ignore[operator, union-attr]
+        layer.attention.q_proj.bias.mul_(factor)  # type: ignore[operator, union-attr]
+    return model.to(device)
+
+
+def make_runner(
+    model: ReferenceTransformer, x: torch.Tensor, launch: Launch, guard: Guard | None = None
+) -> Callable[[torch.Tensor], tuple[torch.Tensor, Tally]]:
+    """``prefix_stream`` on inputs of x's shape, whatever their length, with its tally."""
+    fast = FastTransformer.from_reference(model, working_set_bytes=4 * 2**30)
+    state = fast._own_runtime().state
+    state.refresh()
+    contract = fast._contract(x, fast._mask_kind(x, None, fast._own_runtime()), compiling=False)
+    bound = PrefixStream(state, contract, launch, guard)
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, Tally]:
+        tally = bound.body.tally()
+        out = torch.empty_like(x)
+        for index, sample in enumerate(x):
+
+            def load(target: torch.Tensor, sample: torch.Tensor = sample) -> object:
+                return target.copy_(sample)
+
+            bound.body(load, out[index], tally)
+        return out, tally
+
+    return run
+
+
+def compare(candidate: torch.Tensor, expected: torch.Tensor) -> Json:
+    """Elements, failures and the worst budget of ``[n, d]`` against ``[n, d]``, in row blocks."""
+    failed, worst = 0, 0.0
+    squares = 0.0
+    for ours, theirs in zip(candidate.split(8192), expected.split(8192), strict=True):
+        difference = (ours.double() - theirs.double()).abs()
+        share = difference / (RTOL * theirs.double().abs()).clamp_min(ATOL)
+        share = torch.nan_to_num(share, nan=math.inf, posinf=math.inf)
+        failed += int((share > 1.0).sum())
+        worst = max(worst, float(share.max()))
+        squares += float(torch.nan_to_num(difference).square().sum())
+    total = candidate.numel()
+    return {
+        "total": total,
+        "failed": failed,
+        "budget_used": worst if math.isfinite(worst) else None,
+        "rms": math.sqrt(squares / total),
+    }
+
+
+def calibrate(
+    config: TransformerConfig, device: str, launch: Launch, factors: tuple[float, ...] = FACTORS
+) -> Json:
+    """The curve: for each factor, spread and budgets of exact, least-squares and Taylor."""
+    points: list[Json] = []
+    for factor in factors:
+        model = make_model(config, device, factor)
+        x, _ = make_inputs(config, BASE_SEED, device)
+        expected = Oracle(model)(x)
+        point: Json = {"factor": factor}
+        for name, changes in (
+            ("exact", {"attention": "exact"}),
+            ("hermite", {"attention": "polynomial", "coefficients": "hermite"}),
+            ("taylor", {"attention": "polynomial", "coefficients": "taylor"}),
+        ):
+            result, tally = make_runner(model, x, {**launch, **changes})(x)
+            point[name] = compare(result[0], expected[0])
+            if name == "hermite":
+                if tally.layers["exact"]:
+                    raise ConfigError("seq_len", config.seq_len, f"nothing ran: {tally.text()}")
+                point |= {"sigma": tally.sigma, "mean": tally.mean, "rows": tally.row_budget}
+        print(json.dumps(point), file=sys.stderr, flush=True)
+        points.append(point)
+    return {"workload": config.label(), "budget": CALIBRATED_BUDGET, "points": points}
+
+
+def guard_data(curve: Json, device: str, evidence: str) -> Json:
+    """What ``polynomial_guard.json`` holds for a measured curve; failed elements end it.
+
+    Raises:
+        ValueError: the curve does not cross the budget.
+    """
+    rows = [(point["sigma"], point["hermite"]["budget_used"] or 1e9) for point in curve["points"]]
+    threshold = math.floor(calibrated_threshold(rows) * 1000) / 1000
+    return {
+        "curve": sorted(rows),
+        "device": device,
+        "evidence": evidence,
+        "provenance": "calibrated",
+        "threshold": threshold,
+    }
+
+
+def plot(curve: Json, path: Path) -> None:
+    """Budget against spread, one line for each kind of attention; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    points = sorted(curve["points"], key=lambda point: point["sigma"])
+    for name in ("exact", "hermite", "taylor"):
+        pairs = [(p["sigma"], p[name]["budget_used"]) for p in points]
+        axes.plot(*zip(*pairs, strict=True), marker="o", label=name)
+    axes.axhline(curve["budget"], linestyle="--", color="grey", label="threshold's budget")
+    axes.set(xlabel="worst score spread", ylabel="budget of the worst element", yscale="log")
+    axes.set_title(curve["workload"])
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def accuracy(config: TransformerConfig, device: str, launch: Launch, trials: int) -> Json:
+    """Every element of ``trials`` inputs against the oracle, sample by sample."""
+    model = make_model(config, device)
+    oracle = Oracle(model)
+    total: Json = {"trials": trials, "total": 0, "failed": 0, "budget_used": 0.0, "notes": []}
+    one = replace(config, batch_size=1)
+    for trial in range(trials):
+        x, _ = make_inputs(config, BASE_SEED + trial, device)
+        run = make_runner(model, x, launch)
+        for index in range(len(x)):
+            result, tally = run(x[index : index + 1])
+            found = compare(result[0], oracle(x[index : index + 1])[0])
+            total["total"] += found["total"]
+            total["failed"] += found["failed"]
+            budget = found["budget_used"]
+            worst = total["budget_used"]
+            total["budget_used"] = None if budget is None or worst is None else max(worst, budget)
+        total["notes"].append(tally.text())
+    return total | {"workload": config.label(), "sample": one.label()}
+
+
+def timed(body: Callable[[], object], device: str, repeats: int) -> float:
+    """Median seconds of ``body``, after one run to warm up."""
+    body()
+    seconds = []
+    for _ in range(repeats):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        body()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[len(seconds) // 2]
+
+
+def resident(config: TransformerConfig, device: str, launch: Launch, repeats: int) -> Json:
+    """Seconds of one forward with input and output on the device, and memory above them."""
+    model = make_model(config, device)
+    x, _ = make_inputs(config, BASE_SEED, device)
+    run = make_runner(model, x, launch)
+    notes: list[str] = []
+
+    def body() -> None:
+        notes[:] = [run(x)[1].text()]
+
+    before = 0
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    seconds = timed(body, device, repeats)
+    peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else None
+    output = config.activation_bytes()
+    return {
+        "workload": config.label(),
+        "seconds": seconds,
+        "workspace_bytes": None if peak is None else peak - output,
+        "notes": notes,
+    }
+
+
+def streamed(config: TransformerConfig, device: str, launch: Launch, repeats: int) -> Json:
+    """Seconds of streaming the batch from host memory (pinned on CUDA; four samples in turn)."""
+    model = make_model(config, device)
+    some = replace(config, batch_size=min(4, config.batch_size))
+    host = list(make_inputs(some, BASE_SEED)[0])
+    if device == "cuda":
+        host = [row.pin_memory() for row in host]
+    notes: list[str] = []
+
+    def body() -> None:
+        source = itertools.islice(itertools.cycle(host), config.batch_size)
+        report = stream(model, source, lambda index, out: None, launch=launch)
+        notes[:] = report.notes
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = timed(body, device, repeats)
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+    return {
+        "workload": config.label(),
+        "seconds": seconds,
+        "device_bytes": peak,
+        "transferred_bytes": 2 * config.activation_bytes(),
+        "notes": notes,
+    }
+
+
+def scaling(
+    config: TransformerConfig, device: str, launch: Launch, repeats: int, lengths: list[int]
+) -> Json:
+    """Seconds by length at batch one, and the exponent of a power law fitted to them."""
+    points = []
+    for tokens in lengths:
+        one = replace(config, batch_size=1, seq_len=tokens)
+        points.append({"tokens": tokens, **resident(one, device, launch, repeats)})
+    return {"points": points, "exponent": exponent([(p["tokens"], p["seconds"]) for p in points])}
+
+
+def exponent(points: list[tuple[float, float]]) -> float | None:
+    """Least-squares slope of log seconds over log tokens; None for fewer than two points."""
+    if len(points) < 2:
+        return None
+    logs = [(math.log(a), math.log(b)) for a, b in points]
+    mean = [sum(axis) / len(logs) for axis in zip(*logs, strict=True)]
+    above = sum((a - mean[0]) * (b - mean[1]) for a, b in logs)
+    return float(above / sum((a - mean[0]) ** 2 for a, _ in logs))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    options.tokens = options.tokens or [_TOKENS.get(options.command, CASES[14].seq_len)]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.memory_gib:
+        whole = probe(device).memory_bytes
+        torch.cuda.set_per_process_memory_fraction(options.memory_gib * 2**30 / whole)
+    config = replace(
+        CASES[14],
+        batch_size=options.batch,
+        seq_len=options.tokens[0],
+        d_model=options.width,
+        num_heads=options.width // 64 or 1,
+        ffn_dim=options.width,
+    )
+    launch: Launch = {
+        "compute": "float16",
+        "attention": options.attention,
+        "backend": options.backend,
+        "exact_rows": options.exact_rows,
+        "chunk": options.chunk,
+    }
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.no_grad():
+            found = _COMMANDS[options.command](config, device, launch, options)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    found |= {
+        "device": probe(device).name,
+        "torch": torch.__version__,
+        "launch": dict(launch),
+        "guard": committed_guard().provenance,
+    }
+    text = json.dumps(found, indent=1, sort_keys=True, allow_nan=False)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n")
+    if options.command == "calibrate":
+        _install(found, options)
+    return 0
+
+
+def _install(found: Json, options: argparse.Namespace) -> None:
+    evidence = str(options.out or "not recorded")
+    data = guard_data(found, found["device"], evidence)
+    print(f"threshold {data['threshold']}", file=sys.stderr)
+    if options.plot:
+        plot(found, options.plot)
+    if options.install:
+        path = Path(__file__).with_name("polynomial_guard.json")
+        path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
+
+
+_COMMANDS: dict[str, Callable[[TransformerConfig, str, Launch, argparse.Namespace], Json]] = {
+    "calibrate": lambda c, d, launch, o: calibrate(
+        replace(c, batch_size=1), d, launch, tuple(o.factors)
+    ),
+    "accuracy": lambda c, d, launch, o: accuracy(c, d, launch, o.trials),
+    "time": lambda c, d, launch, o: resident(c, d, launch, o.repeats),
+    "stream": lambda c, d, launch, o: streamed(c, d, launch, o.repeats),
+    "scaling": lambda c, d, launch, o: scaling(c, d, launch, o.repeats, o.tokens),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fastlayer.extreme")
+    parser.add_argument("command", choices=_COMMANDS)
+    parser.add_argument("--tokens", type=int, nargs="+", default=None, help="sequence length(s)")
+    parser.add_argument("--batch", type=int, default=CASES[14].batch_size)
+    parser.add_argument("--width", type=int, default=CASES[14].d_model, help="heads are 64 wide")
+    parser.add_argument("--attention", default="guarded", help="guarded, exact or polynomial")
+    parser.add_argument("--backend", default="auto", help="of exact attention")
+    parser.add_argument("--exact-rows", type=int, default=EXACT_ROWS)
+    parser.add_argument("--chunk", type=int, default=CHUNK)
+    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--factors", type=float, nargs="+", default=list(FACTORS))
+    parser.add_argument("--memory-gib", type=float, default=None, help="cap of device memory")
+    parser.add_argument("--out", type=Path, default=None, metavar="FILE")
+    parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help="of calibrate")
+    parser.add_argument("--install", action="store_true", help="make it the package's threshold")
+    return parser

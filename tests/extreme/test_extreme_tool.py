@@ -1,0 +1,94 @@
+"""``python -m fastlayer.extreme`` at lengths a CPU can do: what a GPU session will run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastlayer import extreme, polynomial
+
+SMALL = ["--width", "64", "--exact-rows", "256", "--chunk", "128", "--repeats", "1"]
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert extreme.main([*arguments, *SMALL]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_calibration_measures_a_curve_that_supports_its_threshold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At a thousand tokens the polynomial serves less; the curve must show it and say where."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(extreme, "__file__", str(tmp_path / "extreme.py"))
+    out, picture = tmp_path / "curve.json", tmp_path / "curve.svg"
+    before = torch.get_float32_matmul_precision()
+    found = run(
+        capsys, "calibrate", "--tokens", "1024", "--factors", "0.1", "0.4", "1", "--out", str(out),
+        "--plot", str(picture), "--install",
+    )  # fmt: skip
+    assert torch.get_float32_matmul_precision() == before
+    assert json.loads(out.read_text()) == found
+    assert picture.stat().st_size > 1000
+    spreads = [point["sigma"] for point in found["points"]]
+    assert spreads == sorted(spreads)
+    assert spreads[2] == pytest.approx(10 * spreads[0], rel=0.3)
+    worst = found["points"][-1]
+    assert worst["exact"]["budget_used"] < 0.6 < worst["hermite"]["budget_used"]
+    assert worst["hermite"]["rms"] < worst["taylor"]["rms"]
+    guard = polynomial.read_guard((tmp_path / "polynomial_guard.json").read_text())
+    assert guard.threshold is not None
+    assert spreads[0] < guard.threshold < spreads[2]
+    assert str(out) in guard.provenance
+
+
+def test_a_curve_that_never_crosses_installs_nothing() -> None:
+    points = [{"sigma": s, "hermite": {"budget_used": 0.4}} for s in (0.2, 0.4)]
+    with pytest.raises(ValueError, match="calibration curve"):
+        extreme.guard_data({"points": points}, "a GPU", "nowhere")
+
+
+def test_accuracy_counts_every_element(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(capsys, "accuracy", "--tokens", "300", "--batch", "2", "--trials", "2")
+    assert found["total"] == 2 * 2 * 300 * 64
+    assert found["failed"] == 0
+    assert 0 < found["budget_used"] <= 0.6
+    assert len(found["notes"]) == 2
+    assert "the guard is" in found["notes"][0]
+
+
+def test_compare_sees_failures_and_nan() -> None:
+    expected = torch.ones(10_000, 4)
+    candidate = expected.clone()
+    candidate[9000, 1] = 1.1
+    found = extreme.compare(candidate, expected)
+    assert (found["failed"], found["total"]) == (1, 40_000)
+    assert found["budget_used"] == pytest.approx(5.0, rel=1e-4)
+    candidate[0, 0] = math.nan
+    found = extreme.compare(candidate, expected)
+    assert (found["failed"], found["budget_used"]) == (2, None)
+
+
+@pytest.mark.parametrize("command", ["time", "stream"])
+def test_timing_reports_what_ran(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(capsys, command, "--tokens", "300", "--batch", "5")
+    assert found["seconds"] > 0
+    assert "10 exact" in found["notes"][0]
+    assert found["launch"]["attention"] == "guarded"
+
+
+def test_scaling_fits_an_exponent(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(capsys, "scaling", "--tokens", "300", "400", "--attention", "polynomial")
+    assert [point["tokens"] for point in found["points"]] == [300, 400]
+    assert math.isfinite(found["exponent"])
+    assert extreme.exponent([(1, 3.0), (2, 6.0), (8, 24.0)]) == pytest.approx(1.0)
+    assert extreme.exponent([(1, 3.0)]) is None
