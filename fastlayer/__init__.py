@@ -22,7 +22,9 @@ from fastlayer.errors import (
 from fastlayer.inputs import make_inputs
 from fastlayer.masks import MaskKind
 from fastlayer.model import FastTransformer
+from fastlayer.oracle import Oracle
 from fastlayer.reference import ReferenceTransformer
+from fastlayer.streaming import StreamReport, stream
 
 __all__ = [
     "CASES",
@@ -35,12 +37,15 @@ __all__ = [
     "FastlayerError",
     "InputError",
     "MaskKind",
+    "Oracle",
     "ReferenceTransformer",
     "Refusal",
     "RouteError",
     "RuntimeContract",
+    "StreamReport",
     "TransformerConfig",
     "UnsafeFallbackError",
     "decide",
     "make_inputs",
+    "stream",
 ]

@@ -10,7 +10,8 @@ the one before downloaded, so a 16 GB card serves a batch of any size. On a CPU 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
@@ -79,12 +80,14 @@ def stream(
         device = engine.device
         run = _overlapped if device.type == "cuda" else _directly
         done = tokens = 0
-        for output, length in run(engine, _checked(source, engine)):
-            sink(done, output)
-            done += 1
-            tokens += length
-            if progress is not None:
-                progress(done, total)
+        # Closed even if the sink raises: copies in flight are waited for.
+        with closing(run(engine, _checked(source, engine))) as outputs:
+            for output, length in outputs:
+                sink(done, output)
+                done += 1
+                tokens += length
+                if progress is not None:
+                    progress(done, total)
     return StreamReport(done, tokens, engine.notes())
 
 
@@ -167,7 +170,7 @@ class _Engine:
 
 def _directly(
     engine: _Engine, samples: Iterable[tuple[torch.Tensor, int]]
-) -> Iterator[tuple[torch.Tensor, int]]:
+) -> Generator[tuple[torch.Tensor, int]]:
     for x, length in samples:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         engine(x, length, out)
@@ -239,7 +242,7 @@ class _Slot:
 
 def _overlapped(
     engine: _Engine, samples: Iterable[tuple[torch.Tensor, int]]
-) -> Iterator[tuple[torch.Tensor, int]]:
+) -> Generator[tuple[torch.Tensor, int]]:
     """Upload of the next, computation of this one, and download of the one before, at once.
 
     The next upload is issued before the computation, which synchronises with the host to read the
