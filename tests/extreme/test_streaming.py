@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from extreme_support import budget, inputs, reference
 
-from fastlayer import FastTransformer, InputError, RouteError, TransformerConfig
+from fastlayer import FastTransformer, InputError, RouteError, TransformerConfig, streaming
 from fastlayer.streaming import StreamReport, stream
 
 CONFIG = TransformerConfig(3, 40, 32, 4, 48, 2, True)
@@ -155,3 +156,102 @@ def test_an_error_of_the_sink_is_the_callers() -> None:
 
     with pytest.raises(ZeroDivisionError):
         stream(reference(CONFIG), inputs(CONFIG), sink)
+
+
+class FakeEvent:
+    """Remembers whether the work it stands for was waited for."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.waited = 0
+
+    def record(self, on: object) -> None:
+        self.recorded += 1
+
+    def synchronize(self) -> None:
+        self.waited = self.recorded
+
+
+class FakeStream:
+    def __init__(self) -> None:
+        self.awaited: list[object] = []
+        self.synchronized = False
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.awaited.append(event)
+
+    def wait_stream(self, stream: object) -> None:
+        self.awaited.append(stream)
+
+    def synchronize(self) -> None:
+        self.synchronized = True
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
+    """CUDA's streams and events by name only: what is enqueued happens at once, on the host."""
+    streams: list[FakeStream] = []
+
+    def new_stream() -> FakeStream:
+        streams.append(FakeStream())
+        return streams[-1]
+
+    current = new_stream()
+    empty = torch.empty
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", new_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options)
+    )
+    return streams
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 8])
+def test_the_overlapped_order_loses_and_mixes_nothing(
+    count: int, fake_cuda: list[FakeStream]
+) -> None:
+    """The slots' bookkeeping; what overlaps truly, only a GPU's tests can show."""
+    model = reference(CONFIG)
+    generator = torch.Generator().manual_seed(2)
+    sizes = [40, 3, 25, 40, 1, 60, 60, 2][:count]
+    samples = [torch.randn(size, 32, generator=generator) for size in sizes]
+    engine = streaming._Engine(model, 2**30, None)
+    pairs = ((x, max(0, len(x) - 1)) for x in samples)
+    seen = 0
+    with torch.no_grad():
+        for x, (output, length) in zip(samples, streaming._overlapped(engine, pairs), strict=True):
+            assert length == len(x) - 1
+            assert not output[length:].any()
+            if length:
+                expected = model(x[None, :length])[0]
+                torch.testing.assert_close(output[:length], expected, rtol=0, atol=1e-5)
+            seen += 1
+    assert seen == count
+    assert all(each.synchronized for each in fake_cuda)
+
+
+def test_uploads_run_one_ahead_and_wait_for_the_slots_last_reader(
+    fake_cuda: list[FakeStream],
+) -> None:
+    engine = streaming._Engine(reference(CONFIG), 2**30, None)
+    drawn: list[int] = []
+
+    def samples() -> Iterator[tuple[torch.Tensor, int]]:
+        for index in range(5):
+            drawn.append(index)
+            yield torch.zeros(8, 32), 8
+
+    outputs = streaming._overlapped(engine, samples())
+    next(outputs)
+    # Result 0 is handed on after sample 1 was computed and sample 2's upload was issued.
+    assert drawn == [0, 1, 2]
+    next(outputs)
+    assert drawn == [0, 1, 2, 3]
+    outputs.close()
+    _, upload, download = fake_cuda
+    assert any(isinstance(each, FakeEvent) for each in upload.awaited)
+    assert any(isinstance(each, FakeStream) for each in upload.awaited), "new memory waits"
+    assert download.awaited
