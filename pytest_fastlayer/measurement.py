@@ -142,7 +142,13 @@ def measure(
     plan = schedule.plan()
     telemetry = timing.Telemetry()
     samples = timing.measure(
-        reference, candidate, clock=clock, plan=plan, progress=progress, telemetry=telemetry
+        reference,
+        candidate,
+        clock=clock,
+        plan=plan,
+        progress=progress,
+        telemetry=telemetry,
+        cost=cost,
     )
     # An arm against itself shows what the schedule alone reports; the cheaper arm serves where
     # the dearer would not fit the budget.

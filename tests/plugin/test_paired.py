@@ -249,3 +249,29 @@ def test_a_grid_refuses_nonsense(name, value):
 
     with pytest.raises(ValueError, match="expected a"):
         getattr(pytest_fastlayer, name)([value])
+
+
+def test_replay_that_begins_once_calls_are_counted(project, bench, record):
+    """Honest while it is checked and probed, a recording from the fortieth call on."""
+    project("""
+class Replay:
+    calls, kept = 0, None
+    def __init__(self, honest):
+        self.honest = honest
+    def __call__(self, x):
+        self.calls += 1
+        if self.calls < 40 or self.kept is None:
+            self.kept = self.honest(x)
+        else:
+            Virtual.spend(1e-6)
+        return self.kept.clone()
+
+def test_layer_norm(paired):
+    module = Eager()
+    paired("layer_norm", reference=module, candidate=Replay(fast(module)), inputs=inputs)
+""")
+    assert bench().ret == 1
+    case = record()["cases"]["layer_norm"]
+    assert case["verdict"] == "DISHONEST"
+    assert "after_timing" in case["reason"]
+    assert "timing" not in case
