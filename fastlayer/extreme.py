@@ -370,3 +370,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help="of calibrate")
     parser.add_argument("--install", action="store_true", help="make it the package's threshold")
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,10 @@ def test_scaling_fits_an_exponent(capsys: pytest.CaptureFixture[str]) -> None:
     assert math.isfinite(found["exponent"])
     assert extreme.exponent([(1, 3.0), (2, 6.0), (8, 24.0)]) == pytest.approx(1.0)
     assert extreme.exponent([(1, 3.0)]) is None
+
+
+def test_it_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "fastlayer.extreme", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for name in ("calibrate", "accuracy", "time", "stream", "scaling"):
+        assert name in done.stdout
