@@ -38,6 +38,7 @@ from fastlayer.polynomial import (
     ATOL,
     CALIBRATED_BUDGET,
     CHUNK,
+    COEFFICIENTS,
     EXACT_ROWS,
     RTOL,
     Guard,
@@ -116,7 +117,7 @@ def compare(candidate: torch.Tensor, expected: torch.Tensor) -> Json:
 def calibrate(
     config: TransformerConfig, device: str, launch: Launch, factors: tuple[float, ...] = FACTORS
 ) -> Json:
-    """The curve: for each factor, spread and budgets of exact, least-squares and Taylor."""
+    """The curve: for each factor, the spread, and budgets of exact and every polynomial."""
     points: list[Json] = []
     for factor in factors:
         model = make_model(config, device, factor)
@@ -125,15 +126,14 @@ def calibrate(
         point: Json = {"factor": factor}
         for name, changes in (
             ("exact", {"attention": "exact"}),
-            ("hermite", {"attention": "polynomial", "coefficients": "hermite"}),
-            ("taylor", {"attention": "polynomial", "coefficients": "taylor"}),
+            *((kind, {"attention": "polynomial", "coefficients": kind}) for kind in COEFFICIENTS),
         ):
             result, tally = make_runner(model, x, {**launch, **changes})(x)
             point[name] = compare(result[0], expected[0])
-            if name == "hermite":
+            if name == "rows":
                 if tally.layers["exact"]:
                     raise ConfigError("seq_len", config.seq_len, f"nothing ran: {tally.text()}")
-                point |= {"sigma": tally.sigma, "mean": tally.mean, "rows": tally.row_budget}
+                point |= {"sigma": tally.sigma, "mean": tally.mean, "row_budget": tally.row_budget}
         print(json.dumps(point), file=sys.stderr, flush=True)
         points.append(point)
     return {"workload": config.label(), "budget": CALIBRATED_BUDGET, "points": points}
@@ -145,7 +145,7 @@ def guard_data(curve: Json, device: str, evidence: str) -> Json:
     Raises:
         ValueError: the curve does not cross the budget.
     """
-    rows = [(point["sigma"], point["hermite"]["budget_used"] or 1e9) for point in curve["points"]]
+    rows = [(point["sigma"], point["rows"]["budget_used"] or 1e9) for point in curve["points"]]
     threshold = math.floor(calibrated_threshold(rows) * 1000) / 1000
     return {
         "curve": sorted(rows),
@@ -165,7 +165,7 @@ def plot(curve: Json, path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     points = sorted(curve["points"], key=lambda point: point["sigma"])
-    for name in ("exact", "hermite", "taylor"):
+    for name in ("exact", *COEFFICIENTS):
         pairs = [(p["sigma"], p[name]["budget_used"]) for p in points]
         axes.plot(*zip(*pairs, strict=True), marker="o", label=name)
     axes.axhline(curve["budget"], linestyle="--", color="grey", label="threshold's budget")

@@ -18,7 +18,15 @@ function ``exp(sigma z - sigma^2 / 2) = sum_k He_k(z) sigma^k / k!`` and their o
 
 The neglected part has relative mean square ``exp(sigma^2) - 1 - sigma^2 - sigma^4 / 2``. The factor
 in front matters, for near scores are exact. The quadratic is positive everywhere for sigma < 1, so
-no weight is ever negative below that. Taylor's ``1 + s + s^2 / 2`` is kept for comparison.
+no weight is ever negative below that.
+
+The mean and spread may be those of all sampled rows of a head ("hermite"), or of each row itself
+("rows", the default). A row's are exact and free, for they follow from the moments that its own
+denominator needs, and they matter: queries differ in norm, and in their product with the mean key.
+On one default layer (width 128, heads of 64, 12,288 tokens, CPU) the worst error fell from 5.1e-3
+("hermite") to 1.2e-3. A row's spread counts as at most one, where positivity ends; its denominator
+is then at least ``n exp(mu + sigma^2 / 2)`` and cannot vanish. Taylor's ``1 + s + s^2 / 2`` is
+kept for comparison.
 
 **Statistics.** The first two moments of a row's scores over earlier chunks need no scores: they are
 ``sum_j s_ij = q_i . sum_j k_j`` and ``sum_j s_ij^2 = q_i^T (sum_j k_j k_j^T) q_i``. They are taken
@@ -31,7 +39,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -66,7 +74,7 @@ _HEADS_AT_ONCE = 4
 
 
 def hermite(mean: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-    """Least-squares coefficients ``[H, 4]`` for scores N(mean, sigma^2); both ``[H]`` float32.
+    """Least-squares coefficients ``[n, 4]`` for scores N(mean, sigma^2); both ``[n]`` float32.
 
     Columns: the logarithm of the factor in front, then c0, c1, c2 without it.
     """
@@ -83,7 +91,18 @@ def taylor(mean: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
     return rows.expand(len(mean), 4).contiguous()
 
 
-COEFFICIENTS = {"hermite": hermite, "taylor": taylor}
+#: Coefficients by the name a launch gives them; None stands for each row's own.
+COEFFICIENTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None] = {
+    "rows": None,
+    "hermite": hermite,
+    "taylor": taylor,
+}
+
+
+def coefficients_of(kind: str, found: ScoreStatistics) -> torch.Tensor | None:
+    """``[H, 4]`` for a layer, or None where each row has its own."""
+    make = COEFFICIENTS[kind]
+    return None if make is None else make(found.mean, found.sigma)
 
 
 def truncation(sigma: float) -> float:
@@ -293,7 +312,7 @@ def polynomial_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    coefficients: torch.Tensor,
+    coefficients: torch.Tensor | None,
     *,
     first_row: int,
     chunk: int = CHUNK,
@@ -301,12 +320,12 @@ def polynomial_attention(
     """Writes rows from ``first_row`` on to ``out [H, N, D]``, in plain torch and float32.
 
     The algorithm of the Triton kernel, one head and chunk at a time: ``q, k, v [H, N, D]`` of any
-    floating dtype, ``coefficients [H, 4]``, ``first_row`` a multiple of ``chunk``.
+    floating dtype, ``coefficients [H, 4]`` or None for each row's own, ``first_row`` a positive
+    multiple of ``chunk``.
     """
     heads, tokens, dim = q.shape
     scale = dim**-0.5
     for head in range(heads):
-        log_scale, c0, c1, c2 = coefficients[head].tolist()
         keys_sum = torch.zeros(dim, device=q.device)
         values_sum = torch.zeros(dim, device=q.device)
         first = torch.zeros(dim, dim, device=q.device)
@@ -320,15 +339,22 @@ def polynomial_attention(
                 scores = qc @ kc.T
                 future = torch.ones_like(scores, dtype=torch.bool).triu_(1)
                 scores.masked_fill_(future, float("-inf"))
+                mean = (qc @ keys_sum) / start
+                square = ((qc @ moments) * qc).sum(1) / start
+                if coefficients is None:
+                    fit = hermite(mean, (square - mean * mean).clamp(0.0, 1.0).sqrt())
+                else:
+                    fit = coefficients[head].float().expand(len(qc), 4)
+                log_scale, c0, c1, c2 = fit[:, :, None].unbind(1)
                 # Everything is relative to exp(top), so that no spike overflows.
-                top = scores.amax(1, keepdim=True).clamp_min(log_scale)
+                top = torch.maximum(scores.amax(1, keepdim=True), log_scale)
                 near = (scores - top).exp()
                 past = (log_scale - top).exp()
                 features = (qc[:, :, None] * qc[:, None, :]).reshape(len(qc), -1)
                 numerator = c0 * values_sum + c1 * (qc @ first) + c2 * (features @ second)
-                count = c0 * start + c1 * (qc @ keys_sum) + c2 * ((qc @ moments) * qc).sum(1)
+                count = start * (c0 + c1 * mean[:, None] + c2 * square[:, None])
                 weighted = past * numerator + near @ vc
-                out[head, rows] = weighted / (past * count[:, None] + near.sum(1, keepdim=True))
+                out[head, rows] = weighted / (past * count + near.sum(1, keepdim=True))
             if rows.stop < tokens:
                 values_sum += vc.sum(0)
                 keys_sum += kc.sum(0)

@@ -96,13 +96,14 @@ def outputs_kernel(
     qt_ptr, kt_ptr, v_ptr, mean_ptr, mean1_ptr, moments_ptr, sums_ptr, coefficients_ptr, out_ptr,
     tokens, padded, v_head, v_row, out_head, out_row, chunks, first_row,
     D: tl.constexpr, SCALE: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr,
+    KEYS: tl.constexpr, OWN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``ROWS`` rows of one head. Grid (row tiles from ``first_row`` on, heads).
 
     ``mean [H, C, pairs, 256, D]``, ``mean1`` and ``moments [H, C, D, D]`` (of k v^T and k k^T) are
     float16; ``sums [H, C, 2, D]`` (means of k, then v) and ``coefficients [H, 4]`` float32. Entry
-    c is over chunks 0 to c, so a row of chunk c reads entry c - 1.
+    c is over chunks 0 to c, so a row of chunk c reads entry c - 1. With ``OWN`` each row fits its
+    own scores and ``coefficients`` are not read.
     """
     head = tl.program_id(1)
     start = first_row + tl.program_id(0) * ROWS
@@ -139,17 +140,27 @@ def outputs_kernel(
     square = entry * (D * D) + cols[:, None] * D + cols[None, :]
     linear = tl.dot(q, tl.load(mean1_ptr + square))
     wide_q = q.to(tl.float32)
-    quadratic = tl.sum(tl.dot(q, tl.load(moments_ptr + square)) * wide_q, axis=1)
     key_mean = tl.load(sums_ptr + entry * (2 * D) + cols)
     value_mean = tl.load(sums_ptr + entry * (2 * D) + D + cols)
-    along = tl.sum(wide_q * key_mean[None, :], axis=1)
-    coefficients = coefficients_ptr + head * 4
-    m = tl.zeros([ROWS], tl.float32) + tl.load(coefficients) * _LOG2E
-    c0 = tl.load(coefficients + 1) * count
-    c1 = tl.load(coefficients + 2) * (count * SCALE)
-    c2 = tl.load(coefficients + 3) * (count * SCALE * SCALE)
-    acc = c2 * acc + c1 * linear + (c0 * value_mean)[None, :]
-    total = c0 + c1 * along + c2 * quadratic
+    score = tl.sum(wide_q * key_mean[None, :], axis=1) * SCALE
+    score2 = tl.sum(tl.dot(q, tl.load(moments_ptr + square)) * wide_q, axis=1) * (SCALE * SCALE)
+    if OWN:
+        variance = tl.minimum(tl.maximum(score2 - score * score, 0.0), 1.0)
+        m = (score + 0.5 * variance) * _LOG2E
+        c0 = 1.0 - 0.5 * variance - score + 0.5 * score * score
+        c1 = 1.0 - score
+        c2 = tl.zeros([ROWS], tl.float32) + 0.5
+    else:
+        one = tl.zeros([ROWS], tl.float32)
+        coefficients = coefficients_ptr + head * 4
+        m = (one + tl.load(coefficients)) * _LOG2E
+        c0 = one + tl.load(coefficients + 1)
+        c1 = one + tl.load(coefficients + 2)
+        c2 = one + tl.load(coefficients + 3)
+    acc = (c2 * (count * SCALE * SCALE))[:, None] * acc
+    acc += (c1 * (count * SCALE))[:, None] * linear
+    acc += (c0 * count)[:, None] * value_mean[None, :]
+    total = (c0 + c1 * score + c2 * score2) * count
 
     # The row's own chunk, exactly: an online softmax that goes on from the past.
     v_base = v_ptr + head.to(tl.int64) * v_head
@@ -234,7 +245,7 @@ class Operands:
     kt: torch.Tensor
     v: torch.Tensor
     out: torch.Tensor
-    coefficients: torch.Tensor
+    coefficients: torch.Tensor | None
     mean1: torch.Tensor
     moments: torch.Tensor
     sums: torch.Tensor
@@ -247,7 +258,7 @@ def operands(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    coefficients: torch.Tensor,
+    coefficients: torch.Tensor | None,
     chunk: int,
 ) -> Operands:
     """Transposed copies, lower moments and room for the states."""
@@ -272,7 +283,8 @@ def operands(
     shape = (heads, past, pairs(dim), 256, dim)
     local = torch.empty(shape, dtype=torch.float32, device=q.device)
     mean = torch.empty(shape, dtype=torch.float16, device=q.device)
-    coefficients = coefficients.float().contiguous()
+    if coefficients is not None:
+        coefficients = coefficients.float().contiguous()
     return Operands(qt, kt, v, out, coefficients, mean1, moments, sums, local, mean)
 
 
@@ -304,7 +316,7 @@ def steps(given: Operands, *, first_row: int, chunk: int, launch: PolynomialLaun
         (-(-(tokens - first_row) // launch.rows), heads),
         (
             given.qt, given.kt, given.v, given.mean, given.mean1, given.moments, given.sums,
-            given.coefficients, given.out,
+            given.sums if given.coefficients is None else given.coefficients, given.out,
         ),
         (
             tokens, padded, given.v.stride(0), given.v.stride(1), given.out.stride(0),
@@ -312,7 +324,7 @@ def steps(given: Operands, *, first_row: int, chunk: int, launch: PolynomialLaun
         ),
         {
             "D": dim, "SCALE": dim**-0.5, "CHUNK": chunk, "ROWS": launch.rows, "KEYS": launch.keys,
-            "STAGES": launch.stages,
+            "OWN": given.coefficients is None, "STAGES": launch.stages,
         },
         {"num_warps": launch.warps},
     )  # fmt: skip
@@ -324,7 +336,7 @@ def polynomial_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    coefficients: torch.Tensor,
+    coefficients: torch.Tensor | None,
     *,
     first_row: int,
     chunk: int,
@@ -333,7 +345,8 @@ def polynomial_attention(
 ) -> None:
     """Writes rows from ``first_row`` on to ``out``; the module says how, and the shapes.
 
-    ``first_row`` is a positive multiple of ``chunk`` and below N. Heads go in groups of
+    ``first_row`` is a positive multiple of ``chunk`` and below N; ``coefficients [H, 4]``, or None
+    to fit each row's own scores. Heads go in groups of
     ``heads_at_once`` (all by default), each taking ``workspace_per_head`` bytes a head.
 
     Raises:
@@ -345,7 +358,8 @@ def polynomial_attention(
     group = heads_at_once or heads
     for at in range(0, heads, group):
         part = slice(at, at + group)
-        given = operands(q[part], k[part], v[part], out[part], coefficients[part], chunk)
+        fixed = None if coefficients is None else coefficients[part]
+        given = operands(q[part], k[part], v[part], out[part], fixed, chunk)
         for step in steps(given, first_row=first_row, chunk=chunk, launch=launch):
             step()
         del given
@@ -356,7 +370,7 @@ def _check(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    coefficients: torch.Tensor,
+    coefficients: torch.Tensor | None,
     first_row: int,
     chunk: int,
     launch: PolynomialLaunch,
@@ -367,7 +381,11 @@ def _check(
         (dim in (16, 32, 64), "a head_dim of 16, 32 or 64", dim),
         (all(t.dtype == torch.float16 for t in (q, k, v, out)), "float16 tensors", q.dtype),
         (all(t.stride(2) == 1 for t in (v, out)), "contiguous columns in v and out", v.stride()),
-        (coefficients.shape == (heads, 4), "coefficients [H, 4]", tuple(coefficients.shape)),
+        (
+            coefficients is None or coefficients.shape == (heads, 4),
+            "coefficients [H, 4] or None",
+            None if coefficients is None else tuple(coefficients.shape),
+        ),
         (
             0 < first_row < tokens and first_row % chunk == 0,
             f"first_row a positive multiple of chunk = {chunk} below {tokens}",

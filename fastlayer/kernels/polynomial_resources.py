@@ -47,7 +47,7 @@ def hollow_steps(head_dim: int, launch: PolynomialLaunch) -> list[Step]:
         half = torch.empty(_HEADS, head_dim, padded, dtype=torch.float16)
         mean = torch.empty(_HEADS, past, 1, dtype=torch.float16)
         single = torch.empty(1)
-    given = Operands(half, half, v, out, single, mean, mean, single, single, mean)
+    given = Operands(half, half, v, out, None, mean, mean, single, single, mean)
     return steps(given, first_row=EXACT_ROWS, chunk=CHUNK, launch=launch)
 
 

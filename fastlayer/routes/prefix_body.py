@@ -48,7 +48,7 @@ class Plan:
         dtype: of operands: float16 or float32.
         attention: "guarded", "exact", or "polynomial" (no guard, no fallback: for calibration).
         backend: of exact attention, see ``long_attention``.
-        coefficients: "hermite" or "taylor".
+        coefficients: "rows", "hermite" or "taylor", see ``polynomial``.
         rows: tokens of a block.
         exact_rows, chunk: the polynomial's exact prefix and its chunk, in rows.
         room: bytes that the polynomial's states may take.
@@ -248,7 +248,7 @@ class PrefixBody:
         if refusal:
             tally.exact(refusal)
             return None
-        coefficients = polynomial.COEFFICIENTS[plan.coefficients](found.mean, found.sigma)
+        coefficients = polynomial.coefficients_of(plan.coefficients, found)
         context = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
         first = plan.exact_rows
         context[:first] = exact_attention(q[:, :first], k[:, :first], v[:, :first], plan.backend)

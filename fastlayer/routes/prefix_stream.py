@@ -199,7 +199,7 @@ def _plan(contract: RuntimeContract, launch: Launch, guard: Guard | None) -> Pla
         dtype=dtype,
         attention=str(launch.get("attention", "exact" if compute == "float32" else "guarded")),
         backend=str(launch.get("backend", "auto")),
-        coefficients=str(launch.get("coefficients", "hermite")),
+        coefficients=str(launch.get("coefficients", "rows")),
         rows=max(1, rows),
         exact_rows=exact_rows,
         chunk=chunk,

@@ -61,14 +61,14 @@ def test_the_oracle_is_the_dense_reference_at_4096_tokens() -> None:
 
 
 @pytest.mark.parametrize("tokens", [4096 + 1, 8192, 8192 + 77, 16_384 - 1])
-@pytest.mark.parametrize("group", [None, 3])
-def test_the_kernel_does_what_the_algorithm_does(tokens: int, group: int | None) -> None:
+@pytest.mark.parametrize(("kind", "group"), [("rows", None), ("rows", 3), ("hermite", 3)])
+def test_the_kernel_does_what_the_algorithm_does(tokens: int, kind: str, group: int | None) -> None:
     """Outputs poisoned with NaN; twenty runs to the bit, for a race would differ."""
     from fastlayer.kernels.polynomial import polynomial_attention
 
     q, k, v = heads(tokens)
     found = polynomial.score_statistics(q, k, first_row=4096)
-    coefficients = polynomial.hermite(found.mean, found.sigma)
+    coefficients = polynomial.coefficients_of(kind, found)
     outs = []
     for _ in range(20):
         out = torch.full((tokens, 4, 64), math.nan, device="cuda").half().transpose(0, 1)
@@ -93,8 +93,7 @@ def test_memory_beside_the_tensors_is_never_written() -> None:
     q, k, v = heads(tokens)
     room = torch.full((tokens + 200, 4, 64), 7.0, device="cuda").half()
     out = room[:tokens].transpose(0, 1)
-    coefficients = polynomial.hermite(*torch.tensor([[0.0] * 4, [0.33] * 4], device="cuda"))
-    polynomial_attention(q, k, v, out, coefficients, first_row=4096, chunk=1024)
+    polynomial_attention(q, k, v, out, None, first_row=4096, chunk=1024)
     assert (room[tokens:] == 7.0).all()
     assert (room[:4096] == 7.0).all()
 

@@ -45,8 +45,8 @@ def test_calibration_measures_a_curve_that_supports_its_threshold(
     assert spreads == sorted(spreads)
     assert spreads[2] == pytest.approx(10 * spreads[0], rel=0.3)
     worst = found["points"][-1]
-    assert worst["exact"]["budget_used"] < 0.6 < worst["hermite"]["budget_used"]
-    assert worst["hermite"]["rms"] < worst["taylor"]["rms"]
+    assert worst["exact"]["budget_used"] < 0.6 < worst["rows"]["budget_used"]
+    assert worst["rows"]["rms"] < worst["hermite"]["rms"] < worst["taylor"]["rms"]
     guard = polynomial.read_guard((tmp_path / "polynomial_guard.json").read_text())
     assert guard.threshold is not None
     assert spreads[0] < guard.threshold < spreads[2]
@@ -54,7 +54,7 @@ def test_calibration_measures_a_curve_that_supports_its_threshold(
 
 
 def test_a_curve_that_never_crosses_installs_nothing() -> None:
-    points = [{"sigma": s, "hermite": {"budget_used": 0.4}} for s in (0.2, 0.4)]
+    points = [{"sigma": s, "rows": {"budget_used": 0.4}} for s in (0.2, 0.4)]
     with pytest.raises(ValueError, match="calibration curve"):
         extreme.guard_data({"points": points}, "a GPU", "nowhere")
 

@@ -156,7 +156,7 @@ def errors(
     q, k, v = heads(2, tokens, 16, spread=sigma, mean=mean)
     found = polynomial.score_statistics(q, k, first_row=first, chunk=256)
     out = torch.full_like(q, math.nan)
-    coefficients = polynomial.COEFFICIENTS[kind](found.mean, found.sigma)
+    coefficients = polynomial.coefficients_of(kind, found)
     polynomial.polynomial_attention(q, k, v, out, coefficients, first_row=first, chunk=256)
     assert out[:, :first].isnan().all()
     difference = (out - exact(q, k, v))[:, first:]
@@ -183,6 +183,29 @@ def test_ragged_ends(tokens: int) -> None:
     coefficients = polynomial.hermite(torch.zeros(1), torch.full((1,), 0.05))
     polynomial.polynomial_attention(q, k, v, out, coefficients, first_row=128, chunk=128)
     torch.testing.assert_close(out[:, 128:], exact(q, k, v)[:, 128:], rtol=0, atol=1e-4)
+
+
+def test_rows_of_their_own_beat_one_fit_for_all() -> None:
+    """Queries of different norms, and different means: what one fit for a head cannot follow."""
+    q, k, v = heads(1, 4096, 16, spread=0.3)
+    q *= torch.linspace(0.2, 1.5, 4096)[torch.randperm(4096)][None, :, None]
+    q[:, :, 0] = torch.linspace(-1.5, 1.5, 4096)
+    found = polynomial.score_statistics(q, k, first_row=1024, chunk=256)
+    worst = {}
+    for kind in polynomial.COEFFICIENTS:
+        out = torch.zeros_like(q)
+        coefficients = polynomial.coefficients_of(kind, found)
+        polynomial.polynomial_attention(q, k, v, out, coefficients, first_row=1024, chunk=256)
+        worst[kind] = (out - exact(q, k, v))[:, 1024:].square().mean().sqrt().item()
+    assert worst["rows"] < 0.7 * worst["hermite"] < 0.7 * worst["taylor"]
+
+
+def test_a_row_of_its_own_never_divides_by_zero() -> None:
+    """Far beyond any guard the result is wrong but finite: the denominator is n exp(..)."""
+    q, k, v = heads(1, 1024, 16, spread=8.0)
+    out = torch.zeros_like(q)
+    polynomial.polynomial_attention(q, k, v, out, None, first_row=256, chunk=256)
+    assert out.isfinite().all()
 
 
 def test_spikes_inside_the_chunk_stay_finite() -> None:
