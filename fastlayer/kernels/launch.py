@@ -84,7 +84,6 @@ class Step:
     options: dict[str, Any]
     continues: bool = False
     _runner: Callable[..., None] | None = field(default=None, repr=False)
-    _head: tuple[int, ...] = field(default=(), repr=False)
     _tail: tuple[Any, ...] = field(default=(), repr=False)
 
     def arguments(
@@ -94,32 +93,18 @@ class Step:
         source = out if self.continues else x
         return (source, out, *self.weights, lengths, *self.exchange)
 
-    def first(self, x: torch.Tensor, out: torch.Tensor, lengths: torch.Tensor) -> bool:
-        """Launches through Triton, which compiles; whether ``again`` may serve from now on."""
+    def __call__(self, x: torch.Tensor, out: torch.Tensor, lengths: torch.Tensor) -> None:
         tensors = self.arguments(x, out, lengths)
+        if self._runner is not None:
+            # Triton's own dispatch looks every argument over again; nothing here ever changes.
+            self._runner(*tensors, *self._tail)
+            return
         grid = (self.programs, 1, 1)
         compiled = self.kernel[grid](*tensors, *self.scalars, **self.constants, **self.options)
-        if compiled is None:  # The interpreter compiles nothing.
-            return False
-        names = self.kernel.arg_names[len(tensors) + len(self.scalars) :]
-        self._runner = compiled[grid]
-        self._head = tuple(tensor.data_ptr() for tensor in self.weights)
-        self._tail = (
-            *(tensor.data_ptr() for tensor in self.exchange),
-            *self.scalars,
-            *(self.constants[name] for name in names),
-        )
-        return True
-
-    def again(self, x: int, out: int, lengths: int, stream: int | None) -> None:
-        """The same launch with other addresses, on ``stream`` or the current one.
-
-        Triton's own dispatch would look every argument over again, and ask the driver about every
-        tensor; addresses it takes as they are.
-        """
-        assert self._runner is not None
-        source = out if self.continues else x
-        self._runner(source, out, *self._head, lengths, *self._tail, stream=stream)
+        if compiled is not None:  # The interpreter compiles nothing.
+            names = self.kernel.arg_names[len(tensors) + len(self.scalars) :]
+            self._tail = (*self.scalars, *(self.constants[name] for name in names))
+            self._runner = compiled[grid]
 
 
 class Program:
@@ -134,29 +119,18 @@ class Program:
         masked: bool,
     ) -> None:
         self.steps: list[Step] = _FORMS[launch.form](launch, sizes, packed, workspace, masked)
-        self._ready = False
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        lengths: torch.Tensor | None = None,
-        stream: int | None = None,
+        self, x: torch.Tensor, out: torch.Tensor, lengths: torch.Tensor | None = None
     ) -> None:
         """Writes the model's output for ``x [B, N, d]`` to ``out``.
 
         ``x`` and ``out`` are float32, contiguous and aligned to sixteen bytes; ``lengths [B]``
         int32 counts each sample's valid tokens and is given exactly if the program is masked.
-        ``stream`` is the current one's handle, which is looked up where it is left out.
         """
         last = x if lengths is None else lengths
-        if self._ready:
-            addresses = (x.data_ptr(), out.data_ptr(), last.data_ptr())
-            for step in self.steps:
-                step.again(*addresses, stream)
-        else:
-            compiled = [step.first(x, out, last) for step in self.steps]
-            self._ready = all(compiled)
+        for step in self.steps:
+            step(x, out, last)
 
 
 def _common(launch: Launch, sizes: FusedSizes, packed: Operands, masked: bool) -> dict[str, Any]:

@@ -171,7 +171,6 @@ class _FusedCall:
         self._sizes = sizes
         self._packed = packed
         self._device = device
-        self._index = device.index
         self._masked = masked
         self._programs: OrderedDict[int, Program] = OrderedDict()
 
@@ -182,21 +181,22 @@ class _FusedCall:
         if not x.numel():
             return out
         lengths = mask.sum(1, dtype=torch.int32) if self._masked and mask is not None else None
-        if torch.cuda.current_device() == self._index:
-            self._run(x, out, lengths)
+        if torch.cuda.current_device() == self._device.index:
+            self._program()(x, out, lengths)
         else:
             with torch.cuda.device(self._device):
-                self._run(x, out, lengths)
+                self._program()(x, out, lengths)
         return out
 
-    def _run(self, x: torch.Tensor, out: torch.Tensor, lengths: torch.Tensor | None) -> None:
-        stream = torch.cuda.current_stream(self._index).cuda_stream
+    def _program(self) -> Program:
+        stream = torch.cuda.current_stream(self._device).cuda_stream
         program = self._programs.get(stream)
         if program is None:
-            program = self._programs[stream] = self._new_program()
+            program = self._new_program()
+            self._programs[stream] = program
             if len(self._programs) > _STREAMS:
                 self._programs.popitem(last=False)
-        program(x, out, lengths, stream)
+        return program
 
     def _new_program(self) -> Program:
         from fastlayer.kernels.launch import Program, new_workspace
