@@ -70,8 +70,8 @@ class PrefixStreamRoute:
         """See ``Route``.
 
         Raises:
-            ValueError: an option or a value does not exist, or float16 is asked for where the
-                precision is "highest".
+            ValueError: an option or a value does not exist, float16 is asked for where the
+                precision is "highest", or the memory does not suffice for the compute dtype.
         """
         return PrefixStream(state, contract, launch)
 
@@ -187,6 +187,14 @@ def _plan(contract: RuntimeContract, launch: Launch, guard: Guard | None) -> Pla
     room = min(contract.working_set_bytes, contract.available_bytes - output)
     room -= fixed_bytes(contract.config, dtype.itemsize, contract.mask is MaskKind.IRREGULAR)
     fitting = room // row_bytes(contract.config, dtype.itemsize)
+    least = min(LEAST_ROWS, contract.config.seq_len)
+    if fitting < least and "rows" not in launch:
+        raise ValueError(
+            f"route 'prefix_stream': given compute = {compute!r} and room for blocks of "
+            f"{fitting:,} rows; expected at least {least:,}. Raise working_set_bytes "
+            f"({contract.working_set_bytes:,}) or free memory ({contract.available_bytes:,} bytes "
+            "are available)."
+        )
     rows = int(launch.get("rows") or min(contract.config.seq_len, fitting))
     chunk = int(launch.get("chunk") or CHUNK)
     exact_rows = int(launch.get("exact_rows") or EXACT_ROWS)

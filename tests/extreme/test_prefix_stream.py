@@ -252,6 +252,8 @@ def test_the_block_follows_the_workspace() -> None:
     tight = prefix_body.fixed_bytes(LONG, 2) + 300 * prefix_body.row_bytes(LONG, 2)
     _, bound = bind(model, LONG, HALF, working_set_bytes=tight)
     assert bound.body._rows == 300
+    with pytest.raises(ValueError, match=r"'float32' and room for blocks of .* at least 256"):
+        bind(model, LONG, FLOAT, working_set_bytes=tight - 45 * prefix_body.row_bytes(LONG, 2))
 
 
 def test_case_14_takes_less_than_its_bounds() -> None:
