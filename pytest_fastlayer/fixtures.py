@@ -104,6 +104,11 @@ class Progress:
                 self._reporter.write_line(line)
 
 
+def _encodable(text: str) -> str:
+    """Text that UTF-8 can hold: a lone surrogate becomes its escape."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def _replay_command(item: pytest.Item) -> str:
     return f"pytest {shlex.quote(item.nodeid)}"
 
@@ -258,8 +263,9 @@ class Paired:
             raise pytest.UsageError(
                 f"{self._item.nodeid} measured two cases named {name!r}; names must differ"
             )
-        data = case.model_copy(update={"nodeid": self._item.nodeid}).model_dump(mode="json")
-        payloads.append({"name": name, "case": data, "header": dict(header)})
+        update = {"nodeid": _encodable(self._item.nodeid), "label": _encodable(case.label)}
+        data = case.model_copy(update=update).model_dump(mode="json")
+        payloads.append({"name": _encodable(name), "case": data, "header": dict(header)})
 
 
 @pytest.fixture

@@ -10,8 +10,10 @@ from typing import Any, Literal
 
 import torch
 
-from pytest_fastlayer import gate, timing
+from pytest_fastlayer import accuracy, gate, timing
 from pytest_fastlayer import statistics as stats
+from pytest_fastlayer.accuracy_message import explain
+from pytest_fastlayer.probes.run import loosened
 from pytest_fastlayer.records import Probe, Timing
 
 #: Fewest pairs that still make an interval: three AB/BA quads.
@@ -42,7 +44,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 
+#: Seeds of the contents that timed blocks work on: none that accuracy was checked with.
+FIRST_TIMED_SEED = 1_000_000
+MOST_QUADS = 100_000
+
 Progress = Callable[[str], None]
+
+
+def arguments(inputs: Callable[[int], Any], seed: int) -> tuple[Any, ...]:
+    """The positional arguments of one forward; ``inputs`` may return a tuple or one tensor."""
+    given = inputs(seed)
+    return tuple(given) if isinstance(given, (tuple, list)) else (given,)
 
 
 def synchronize(device: torch.device) -> None:
@@ -111,28 +123,112 @@ class Schedule:
         )
 
 
+class Feed:
+    """The arguments that both arms are called with, renewed in place between quads.
+
+    The same addresses with new contents are what a fast path meets in use, and what a recorded
+    result does not survive. Where a seed's tensors have other shapes, the arguments are replaced.
+    """
+
+    def __init__(self, args: tuple[Any, ...], inputs: Callable[[int], Any] | None = None) -> None:
+        self.args = args
+        self._inputs = inputs
+
+    def renew(self, seed: int) -> None:
+        """Contents of ``inputs(seed)``; nothing without ``inputs``."""
+        if self._inputs is None:
+            return
+        fresh = arguments(self._inputs, seed)
+        pairs = [(a, b) for a, b in zip(self.args, fresh, strict=False)]
+        alike = len(self.args) == len(fresh) and all(
+            isinstance(a, torch.Tensor)
+            and isinstance(b, torch.Tensor)
+            and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+            for a, b in pairs
+        )
+        if not alike:
+            self.args = fresh
+            return
+        for mine, new in pairs:
+            mine.copy_(new)
+
+
+class Tap:
+    """An arm on a feed, which keeps the last output of each block.
+
+    Both arms are called through one, so that what it costs is the same on both sides.
+    """
+
+    def __init__(self, function: Callable[..., Any], feed: Feed) -> None:
+        self._function = function
+        self._feed = feed
+        self.last: Any = None
+
+    def __call__(self) -> Any:
+        self.last = output = self._function(*self._feed.args)
+        return output
+
+
+@dataclass
+class Watchman:
+    """Renews the feed before each quad, and now and then compares what the last quad computed."""
+
+    feed: Feed
+    reference: Tap
+    candidate: Tap
+    tolerance: accuracy.Tolerance | None
+    first_seed: int = FIRST_TIMED_SEED
+    checks: int = 0
+    problem: str = ""
+
+    def before_quad(self, quad: int) -> None:
+        if quad and quad & (quad - 1) == 0:  # 1, 2, 4, 8, ...: often enough, whatever the length
+            self.compare()
+        self.feed.renew(self.first_seed + quad)
+
+    def compare(self) -> None:
+        """The two outputs of one quad's last blocks, computed from the same contents."""
+        if self.tolerance is None or self.problem:
+            return
+        self.checks += 1
+        found = accuracy.compare(self.candidate.last, self.reference.last, loosened(self.tolerance))
+        if not found.passed:
+            self.problem = (
+                "an output of a timed block is not the reference's on the same contents, though "
+                f"it was when it was not timed: {explain(found).splitlines()[0]}"
+            )
+
+    def probe(self) -> Probe:
+        note = f"{self.checks} timed outputs compared"
+        return Probe(name="timed_output", passed=not self.problem, message=self.problem or note)
+
+
 def measure(
-    reference: Callable[[], Any],
-    candidate: Callable[[], Any],
+    reference: Callable[..., Any],
+    candidate: Callable[..., Any],
+    feed: Feed,
     device: torch.device,
     cost: tuple[float, float],
     schedule: Schedule,
     policy: gate.Policy,
     progress: Progress,
-) -> tuple[Timing, Probe]:
-    """Time two callables and say what the pairs show.
+    tolerance: accuracy.Tolerance | None = None,
+) -> tuple[Timing, tuple[Probe, ...]]:
+    """Time two callables on one feed and say what the pairs show.
 
     Args:
-        reference: A forward of the reference, no arguments.
-        candidate: The same of the candidate.
+        reference: The reference itself, not a wrapper: what calls it is timed with it.
+        candidate: What is timed against it.
+        feed: Their arguments.
         device: Device that both run on; picks the clock.
         cost: Rough seconds of a forward of each.
         schedule: How long to measure.
         policy: Decides whether an interval that straddles the floor is extended.
         progress: Told what is going on.
+        tolerance: With one, outputs of timed blocks are compared under it, loosened.
 
     Returns:
-        The timing, and the wall-clock cross-check as a probe.
+        The timing, and what watched it: the wall-clock cross-check and the timed outputs.
 
     Raises:
         statistics.SamplesError: the samples give no speedup; the error says which verdict fits.
@@ -141,15 +237,23 @@ def measure(
     clock = timing.clock_for(device)
     plan = schedule.plan()
     telemetry = timing.Telemetry()
-    samples = timing.measure(
-        reference,
-        candidate,
-        clock=clock,
-        plan=plan,
-        progress=progress,
-        telemetry=telemetry,
-        cost=cost,
-    )
+    taps = Tap(reference, feed), Tap(candidate, feed)
+    watchman = Watchman(feed, *taps, tolerance)
+
+    def pairs(**options: Any) -> stats.PairedSamples:
+        found = timing.measure(
+            *taps,
+            clock=clock,
+            plan=plan,
+            telemetry=telemetry,
+            before_quad=watchman.before_quad,
+            **options,
+        )
+        watchman.compare()
+        watchman.first_seed += MOST_QUADS
+        return found
+
+    samples = pairs(progress=progress, cost=cost)
     # An arm against itself shows what the schedule alone reports; the cheaper arm serves where
     # the dearer would not fit the budget.
     affordable = 2 * MIN_PAIRS * cost[0] <= schedule.budget_s / 3
@@ -157,14 +261,15 @@ def measure(
     control = None
     if schedule.control:
         progress(f"A/A control of the {arm}")
-        function, forwards = (reference, candidate)[not affordable], samples.forwards
+        tap, forwards = taps[not affordable], samples.forwards[not affordable]
         control = timing.measure(
-            function,
-            function,
+            tap,
+            tap,
             clock=clock,
             plan=schedule.control_plan(),
             skip_settle=True,
-            forwards=(forwards[not affordable],) * 2,
+            forwards=(forwards, forwards),
+            before_quad=lambda quad: feed.renew(FIRST_TIMED_SEED + quad),
         )
     extensions = 0
     while True:
@@ -180,16 +285,7 @@ def measure(
             warnings=telemetry.warnings(),
         )
         if not (schedule.control and gate.needs_extension(summary, policy)):
-            return summary, telemetry.probe()
+            return summary, (telemetry.probe(), watchman.probe())
         extensions += 1
         progress(f"inconclusive, extension {extensions} of {gate.MAX_EXTENSIONS}")
-        more = timing.measure(
-            reference,
-            candidate,
-            clock=clock,
-            plan=plan,
-            skip_settle=True,
-            forwards=samples.forwards,
-            telemetry=telemetry,
-        )
-        samples = samples.extended(more)
+        samples = samples.extended(pairs(skip_settle=True, forwards=samples.forwards))

@@ -20,9 +20,12 @@ import pytest
 def _positive(kind: Callable[[str], Any], minimum: float, open_interval: bool) -> Any:
     def parse(text: str) -> Any:
         value = kind(text)
-        if not (value > minimum or (value == minimum and not open_interval)):
+        finite = value - value == 0  # neither NaN nor an infinity
+        if not (finite and (value > minimum or (value == minimum and not open_interval))):
             bound = "above" if open_interval else "at least"
-            raise argparse.ArgumentTypeError(f"expected a number {bound} {minimum:g}, got {text!r}")
+            raise argparse.ArgumentTypeError(
+                f"expected a finite number {bound} {minimum:g}, got {text!r}"
+            )
         return value
 
     parse.__name__ = kind.__name__  # argparse names the type in its message
@@ -31,6 +34,15 @@ def _positive(kind: Callable[[str], Any], minimum: float, open_interval: bool) -
 
 _seconds = _positive(float, 0.0, open_interval=False)
 _positive_float = _positive(float, 0.0, open_interval=True)
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"expected a fraction between 0 and 1, got {text!r}")
+    return value
+
+
 _count = _positive(int, 1, open_interval=False)
 
 
@@ -115,7 +127,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("l2", "state of the L2 cache in timed blocks", str, ini=True, choices=("warm", "cold")),
     Option("min-effect", "smallest effect that counts (0.01 = 1%%)", _seconds, ini=True),
     Option("min-speedup", "speedup that a candidate must clear", _positive_float, ini=True),
-    Option("alpha", "error rate of the whole run", _positive_float, ini=True),
+    Option("alpha", "error rate of the whole run", _fraction, ini=True),
     Option("memory-tolerance", "peak memory allowed above the baseline", _seconds, ini=True),
     Option("seeds", "accuracy trials per case", _count, ini=True, metavar="N"),
     Option("atol", "tighten the absolute tolerance", _seconds, ini=True),

@@ -31,7 +31,14 @@ from pytest_fastlayer import (
 from pytest_fastlayer import statistics as stats
 from pytest_fastlayer.accuracy_message import explain
 from pytest_fastlayer.immutable import FrozenReference, held_tensors
-from pytest_fastlayer.measurement import MIN_PAIRS, Progress, Schedule, Stopwatch
+from pytest_fastlayer.measurement import (
+    MIN_PAIRS,
+    Feed,
+    Progress,
+    Schedule,
+    Stopwatch,
+    arguments,
+)
 from pytest_fastlayer.memory import peak_memory
 from pytest_fastlayer.options import Settings
 from pytest_fastlayer.records import (
@@ -103,12 +110,6 @@ class Checked:
 
 class UnknownRivalError(ValueError):
     """``--fastlayer-rival`` names a rival that the pair does not offer."""
-
-
-def arguments(inputs: Inputs, seed: int) -> tuple[Any, ...]:
-    """The positional arguments of one forward."""
-    given = inputs(seed)
-    return tuple(given) if isinstance(given, (tuple, list)) else (given,)
 
 
 def device_of(*values: Any) -> torch.device:
@@ -207,8 +208,9 @@ class Workbench:
             for watch in watches:
                 watch(*args)
             measured, _ = self._measure(
-                partial(reference, *args),
-                partial(candidate, *args),
+                getattr(reference, "target", reference),
+                candidate,
+                Feed(args),
                 device,
                 (watches[0].shortest_s, watches[1].shortest_s),
             )
@@ -315,8 +317,11 @@ class Workbench:
             trial = accuracy.check_trials(
                 pair.reference, pair.candidate, feed, [FIRST_SEED], tolerance, float64=exact
             )
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
+        except (RuntimeError, TypeError):
+            # It does not fit, or a captured float32 tensor or a kernel refuses float64: a figure
+            # less in the record, no fault of the candidate's.
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
             return None
         return trial.record.rms_vs_float64
 
@@ -341,13 +346,20 @@ class Workbench:
             reference=peak_memory(reference, device), candidate=peak_memory(candidate, device)
         )
         try:
-            measured, hidden = self._measure(reference, candidate, device, cost)
+            measured, watched = self._measure(
+                pair.reference.target,
+                pair.candidate,
+                Feed(args, pair.inputs),
+                device,
+                cost,
+                tolerance=self.tolerance(pair.tolerance),
+            )
         except stats.SamplesError as error:
             return gate.judge_failure(case, error)
         except timing.TimerPatchedError as error:
             return case.model_copy(update={"verdict": Verdict.DISHONEST, "reason": str(error)})
         after = self._after_timing(pair, checked)
-        case = case.model_copy(update={"probes": (*case.probes, hidden, *after)})
+        case = case.model_copy(update={"probes": (*case.probes, *watched, *after)})
         if self.settings.trace is not None:
             for arm, function in (("reference", reference), ("candidate", candidate)):
                 self.progress(f"trace of the {arm}")
@@ -388,17 +400,27 @@ class Workbench:
 
     def _measure(
         self,
-        reference: Callable[[], Any],
-        candidate: Callable[[], Any],
+        reference: Callable[..., Any],
+        candidate: Callable[..., Any],
+        feed: Feed,
         device: torch.device,
         cost: tuple[float, float],
         effort: float | None = None,
-    ) -> tuple[Timing, Probe]:
+        tolerance: accuracy.Tolerance | None = None,
+    ) -> tuple[Timing, tuple[Probe, ...]]:
         schedule = self._schedule(device)
         if effort is not None:
             schedule = schedule.screening(effort)
         return measurement.measure(
-            reference, candidate, device, cost, schedule, self._policy(), self.progress
+            reference,
+            candidate,
+            feed,
+            device,
+            cost,
+            schedule,
+            self._policy(),
+            self.progress,
+            tolerance,
         )
 
     def _rivals(self, pair: Pair) -> Sequence[str]:
@@ -443,20 +465,20 @@ class Workbench:
             )
         bound = partial(function, *args)
         try:
-            summary, hidden = self._measure(
-                partial(pair.reference, *args),
-                bound,
+            summary, watched = self._measure(
+                pair.reference.target,
+                function,
+                Feed(args, pair.inputs),
                 device,
                 (reference.shortest_s, candidate.shortest_s),
                 effort,
+                tolerance,
             )
         except stats.SamplesError as error:
             return Arm(name=name, verdict=error.verdict, reason=str(error), accuracy=measured)
         policy = replace(self._policy(), require_baseline=False)
         judged = gate.judge(
-            CaseRecord(
-                verdict=Verdict.ACCURATE, accuracy=measured, timing=summary, probes=(hidden,)
-            ),
+            CaseRecord(verdict=Verdict.ACCURATE, accuracy=measured, timing=summary, probes=watched),
             None,
             name=name,
             device=environment.device_record(device),

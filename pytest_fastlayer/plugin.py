@@ -18,7 +18,7 @@ from pytest_fastlayer.fixtures import (
     paired_timing,
     reference,
 )
-from pytest_fastlayer.options import add_options, read_settings
+from pytest_fastlayer.options import Settings, add_options, read_settings
 from pytest_fastlayer.session import Run
 
 if TYPE_CHECKING:
@@ -78,11 +78,53 @@ def pytest_sessionstart(session: pytest.Session) -> None:
                 check_pinned(path, digest)
         except DigestError as error:
             raise pytest.UsageError(str(error)) from None
+    _check_paths(settings)
+    if settings.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise pytest.UsageError(
+                "--fastlayer-device=cuda: torch sees no CUDA device; install a CUDA build of "
+                "torch and a driver, or use --fastlayer-device=cpu"
+            )
+    if settings.reference is not None:
+        from pytest_fastlayer.immutable import ReferenceLoadError, load_reference
+
+        try:
+            load_reference(settings.reference)
+        except ReferenceLoadError as error:
+            raise pytest.UsageError(f"--fastlayer-reference: {error}") from None
     if settings.bench and getattr(config.option, "dist", "no") == "each":
         raise pytest.UsageError(
             "--fastlayer-bench under --dist=each would time every case once per worker on the "
             "same device; use --dist=load (the default of -n), or no -n"
         )
+
+
+def _check_paths(settings: Settings) -> None:
+    """What cannot be read or written is said before minutes are spent on measuring."""
+    for flag, path in (
+        ("json", settings.json),
+        ("markdown", settings.markdown),
+        ("html", settings.html),
+    ):
+        if path is not None and path.is_dir():
+            raise pytest.UsageError(f"--fastlayer-{flag}={path}: expected a file, got a folder")
+    given = settings.baseline
+    if not settings.bench or not settings.baseline_given or settings.update_baseline:
+        return
+    if not given.exists():
+        raise pytest.UsageError(
+            f"--fastlayer-baseline={given}: it does not exist; give a record or a folder of "
+            "<device>.json files, or create it with --fastlayer-update-baseline"
+        )
+    if given.is_file():
+        from pytest_fastlayer import baselines
+
+        try:
+            baselines.load(given)
+        except baselines.BaselineError as error:
+            raise pytest.UsageError(f"--fastlayer-baseline: {error}") from None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -21,7 +21,7 @@ from scipy import stats as distributions
 
 from pytest_fastlayer import environment, gate, measurement
 from pytest_fastlayer import statistics as stats
-from pytest_fastlayer.measurement import Schedule
+from pytest_fastlayer.measurement import Feed, Schedule
 from pytest_fastlayer.records import (
     Accuracy,
     CaseRecord,
@@ -64,7 +64,7 @@ def gate_once(
     """The verdict on a callable against itself: alone, and against the gate before."""
     policy = gate.Policy(alpha=ALPHA)
     timing, _ = measurement.measure(
-        function, function, device, (0.0, 0.0), SCHEDULE, policy, lambda text: None
+        function, function, Feed(()), device, (0.0, 0.0), SCHEDULE, policy, lambda text: None
     )
     case = CaseRecord(verdict=Verdict.ACCURATE, accuracy=_EXACT, timing=timing)
     where = environment.device_record(device)

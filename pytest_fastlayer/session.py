@@ -9,8 +9,9 @@ record for each: a record describes one device.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,24 +133,36 @@ class Run:
                 # One device, one file; further devices get their name in theirs.
                 slug = f".{outcome.record.device.slug}" if index else ""
                 path = target.with_name(f"{target.stem}{slug}{target.suffix}")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                baselines.save(outcome.record, path)
-                self.written.append(path)
+                self._attempt(path, partial(baselines.save, outcome.record, path))
         records = [outcome.record for outcome in self.outcomes]
         if self.settings.markdown is not None:
             from pytest_fastlayer.report import markdown
 
             text = "\n\n".join(markdown.table(record) for record in records)
-            self._write_text(self.settings.markdown, text + "\n")
+            path = self.settings.markdown
+            self._attempt(path, partial(path.write_text, text + "\n", encoding="utf-8"))
         if self.settings.html is not None:
             from pytest_fastlayer.report import html
 
-            self._write_text(self.settings.html, html.render(records))
+            try:
+                page = html.render(records)
+            except html.ReportDependencyError as error:
+                self.errors.append(str(error))
+            else:
+                path = self.settings.html
+                self._attempt(path, partial(path.write_text, page, encoding="utf-8"))
 
-    def _write_text(self, path: Path, text: str) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        self.written.append(path)
+    def _attempt(self, path: Path, write: Callable[[], object]) -> None:
+        """Write one file; a failure is an error of the run, which keeps its other results."""
+        from pytest_fastlayer import baselines
+
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write()
+        except (OSError, baselines.BaselineError) as error:
+            self.errors.append(f"{path} was not written: {error}")
+        else:
+            self.written.append(path)
 
     def _update_baselines(self) -> None:
         from pytest_fastlayer import baselines
@@ -163,7 +176,7 @@ class Run:
         for outcome in self.outcomes:
             try:
                 self._update_baseline(outcome)
-            except baselines.BaselineError as error:
+            except (OSError, baselines.BaselineError) as error:
                 self.errors.append(f"{outcome.baseline.name} was not updated: {error}")
 
     def _update_baseline(self, outcome: Outcome) -> None:

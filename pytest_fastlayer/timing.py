@@ -69,6 +69,7 @@ def measure(
     cost: tuple[float, float] | None = None,
     telemetry: Telemetry | None = None,
     monitor: NvmlMonitor | None = None,
+    before_quad: Callable[[int], None] | None = None,
 ) -> PairedSamples:
     """Time both arms in alternating blocks and return the raw samples.
 
@@ -76,8 +77,9 @@ def measure(
     of an earlier measurement passes ``skip_settle=True`` and that measurement's ``forwards``
     (reference, candidate), so that the blocks are alike. ``cost`` is seconds per forward of both
     arms as an earlier step saw it: an arm whose forward outlasts the settling, and a second, is
-    then taken as settled. ``progress`` receives one line now and then. ``telemetry`` is filled in
-    place, and may follow a case through its extensions.
+    then taken as settled. ``before_quad`` is called, untimed, with the number of each quad before
+    its first block, to renew what the arms are fed. ``progress`` receives one line now and then.
+    ``telemetry`` is filled in place, and may follow a case through its extensions.
 
     Raises TimerPatchedError when a timer was replaced, before or meanwhile; an exception of an
     arm passes through.
@@ -108,6 +110,8 @@ def measure(
     started = _perf_counter()
     quads, done = plan.quads, 0
     while done < quads:
+        if before_quad is not None:
+            before_quad(done)
         for order in ("AB", "BA"):
             seen: dict[str, ClockReading | None] = {}
             for label in order:

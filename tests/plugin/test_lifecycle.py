@@ -47,11 +47,14 @@ def test_a_second_run_compares_with_the_first_record(project, bench, record):
     assert 0.5 < comparison["ratio"] < 2
 
 
-def test_a_given_baseline_must_exist(project, bench):
+@pytest.mark.parametrize("content", [None, '{"schema_version": 999}', "{"])
+def test_a_given_baseline_must_be_one(project, bench, pytester, content):
     project(ONE)
-    result = bench("--fastlayer-baseline=absent.json")
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["*absent.json*does not exist*--fastlayer-update-baseline*"])
+    if content is not None:
+        (pytester.path / "given.json").write_text(content)
+    result = bench("--fastlayer-baseline=given.json")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--fastlayer-baseline*given.json*"])
 
 
 def test_red_case_leaves_the_baseline_as_it_was(project, bench, pytester):

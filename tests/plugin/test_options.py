@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import pytest
+import torch
 
 PASSING = """
 def test_layer_norm(paired):
@@ -19,6 +20,10 @@ def test_layer_norm(paired):
         ("--fastlayer-pairs=0", "*at least 1*"),
         ("--fastlayer-pairs=many", "*many*"),
         ("--fastlayer-block-ms=-1", "*above 0*"),
+        ("--fastlayer-block-ms=inf", "*finite*"),
+        ("--fastlayer-settle=nan", "*finite*"),
+        ("--fastlayer-alpha=2", "*between 0 and 1*"),
+        ("--fastlayer-json=.", "*expected a file, got a folder*"),
         ("--fastlayer-l2=tepid", "*warm*cold*"),
         ("--fastlayer-device=tpu", "*auto*cpu*cuda*"),
     ],
@@ -98,8 +103,24 @@ def test_layer_norm(paired):
         mine="from pair import Eager\nclass Mine(Eager):\n    pass\n",
     )
     result = bench(f"--fastlayer-reference={given}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*--fastlayer-reference*{given.partition(':')[0]}*"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_asked_for_where_there_is_none(project, pytester):
+    project(PASSING)
+    result = pytester.runpytest_inprocess("--fastlayer-device=cuda")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--fastlayer-device=cuda*no CUDA device*"])
+
+
+def test_unwritable_outputs_do_not_cost_the_results(project, bench):
+    project(PASSING)
+    result = bench("--fastlayer-json=test_pair.py/r.json", "--fastlayer-markdown=test_pair.py/m.md")
     assert result.ret == 1
-    result.stdout.fnmatch_lines([f"*{given.partition(':')[0]}*"])
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*r.json was not written*", "*m.md was not written*"])
 
 
 def test_help_markers_and_fixtures_explain(pytester):

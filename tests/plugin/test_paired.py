@@ -275,3 +275,75 @@ def test_layer_norm(paired):
     assert case["verdict"] == "DISHONEST"
     assert "after_timing" in case["reason"]
     assert "timing" not in case
+
+
+def test_both_arms_are_called_alike(project, bench):
+    """What calls an arm is timed with it: a wrapper around one side alone would be a bias."""
+    project("""
+import sys
+DEPTHS = {"reference": [], "candidate": []}
+
+def arm(name, cost):
+    def run(x):
+        frame, steps = sys._getframe(1), []
+        while frame is not None and frame.f_code.co_name != "block":
+            steps.append(frame.f_code.co_name)
+            frame = frame.f_back
+        if frame is not None:
+            DEPTHS[name].append(tuple(steps))
+        Virtual.spend(cost)
+        return x * 2
+    return run
+
+def test_depth(paired):
+    paired("depth", reference=arm("reference", EAGER_S), candidate=arm("candidate", FAST_S),
+           inputs=inputs)
+    assert set(DEPTHS["reference"]) == set(DEPTHS["candidate"]) == {("__call__",)}
+""")
+    bench().assert_outcomes(passed=1)
+
+
+def test_a_result_replayed_only_while_timed(project, bench, record):
+    project("""
+import sys
+
+class Sniff:
+    kept = None
+    def __call__(self, x):
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename.endswith("clocks.py") or frame.f_code.co_name == "block":
+                Virtual.spend(1e-6)
+                return self.kept.clone()
+            frame = frame.f_back
+        Virtual.spend(FAST_S)
+        self.kept = x * 2
+        return self.kept.clone()
+
+def test_sniff(paired):
+    def eager(x):
+        Virtual.spend(EAGER_S)
+        return x * 2
+    paired("sniff", reference=eager, candidate=Sniff(), inputs=inputs)
+""")
+    assert bench().ret == 1
+    case = record()["cases"]["sniff"]
+    assert case["verdict"] == "DISHONEST"
+    assert "timed_output" in case["reason"]
+
+
+def test_a_reference_that_cannot_run_in_float64_is_still_timed(project, bench, record):
+    project("""
+WEIGHT = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+def test_captured(paired):
+    def eager(x):
+        Virtual.spend(EAGER_S)
+        return x @ WEIGHT
+    def quick(x):
+        Virtual.spend(FAST_S)
+        return x @ WEIGHT
+    paired("captured", reference=eager, candidate=quick, inputs=inputs)
+""")
+    assert bench().ret == 0
+    accuracy = record()["cases"]["captured"]["accuracy"]
+    assert "rms_vs_float64" not in accuracy
