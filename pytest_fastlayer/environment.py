@@ -60,6 +60,26 @@ def _memory_bytes() -> int:
         return 0
 
 
+class DeviceUnavailableError(RuntimeError):
+    """The device that was asked for is not there."""
+
+
+def choose_device(asked: str) -> str:
+    """``"cuda"`` or ``"cpu"`` for ``"auto"``, ``"cuda"`` or ``"cpu"``.
+
+    Raises DeviceUnavailableError for ``"cuda"`` where torch sees none.
+    """
+    available = torch.cuda.is_available()
+    if asked == "cuda" and not available:
+        raise DeviceUnavailableError(
+            "--fastlayer-device=cuda: torch sees no CUDA device; install a CUDA build of torch "
+            "and a driver, or use --fastlayer-device=cpu"
+        )
+    if asked == "auto":
+        return "cuda" if available else "cpu"
+    return asked
+
+
 def software_record() -> records.Software:
     """Versions of what runs. None for what is absent; importing triton is not attempted."""
     from importlib.metadata import PackageNotFoundError, version

@@ -141,16 +141,9 @@ class Paired:
     @property
     def device(self) -> str:
         """``"cuda"`` or ``"cpu"``, as ``--fastlayer-device`` says; auto takes CUDA if it is up."""
-        import torch
+        from pytest_fastlayer.environment import choose_device
 
-        if self.settings.device == "cuda" and not torch.cuda.is_available():
-            raise pytest.UsageError(
-                "--fastlayer-device=cuda: torch sees no CUDA device; install a CUDA build of "
-                "torch and a driver, or use --fastlayer-device=cpu"
-            )
-        if self.settings.device == "auto":
-            return "cuda" if torch.cuda.is_available() else "cpu"
-        return self.settings.device
+        return choose_device(self.settings.device)
 
     @property
     def max_case_s(self) -> float:

@@ -80,13 +80,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             raise pytest.UsageError(str(error)) from None
     _check_paths(settings)
     if settings.device == "cuda":
-        import torch
+        from pytest_fastlayer.environment import DeviceUnavailableError, choose_device
 
-        if not torch.cuda.is_available():
-            raise pytest.UsageError(
-                "--fastlayer-device=cuda: torch sees no CUDA device; install a CUDA build of "
-                "torch and a driver, or use --fastlayer-device=cpu"
-            )
+        try:
+            choose_device(settings.device)
+        except DeviceUnavailableError as error:
+            raise pytest.UsageError(str(error)) from None
     if settings.reference is not None:
         from pytest_fastlayer.immutable import ReferenceLoadError, load_reference
 
