@@ -8,6 +8,8 @@ probe looks for one of these and says what the candidate did.
 from __future__ import annotations
 
 from pytest_fastlayer.probes.after import after_timing
+from pytest_fastlayer.probes.inputs import check_inputs, mutated_by
 from pytest_fastlayer.probes.run import run_probes
+from pytest_fastlayer.probes.watch import Watch
 
-__all__ = ["after_timing", "run_probes"]
+__all__ = ["Watch", "after_timing", "check_inputs", "mutated_by", "run_probes"]

@@ -36,13 +36,9 @@ from pytest_fastlayer.probes.memory import (
     storage_keys,
     veiled,
 )
-from pytest_fastlayer.probes.state import (
-    changed,
-    global_state,
-    public_functions,
-    replaced_functions,
-)
+from pytest_fastlayer.probes.state import changed, scoped_state
 from pytest_fastlayer.probes.streams import late_inputs
+from pytest_fastlayer.probes.watch import Watch
 from pytest_fastlayer.probes.weights import (
     WEIGHT_SCALE,
     ModulePair,
@@ -72,6 +68,7 @@ def run_probes(
     expected: Mapping[int, object] | None = None,
     weights_of: ModulePair | None = None,
     cost: tuple[float, float] | None = None,
+    watch: Watch | None = None,
 ) -> tuple[records.Probe, ...]:
     """Run every probe that applies and return one record each.
 
@@ -81,12 +78,14 @@ def run_probes(
     pair of modules whose weights are changed together; left out, it is taken from arms that are
     modules themselves, and plain functions skip that probe. ``cost`` is seconds per forward
     (reference, candidate): beyond ``LONG_FORWARD_S`` no forward of the reference is spent on the
-    weights alone. A probe that was left out passes with a message saying why.
+    weights alone. ``watch`` was taken before the candidate existed; left out, one is taken now,
+    which misses what the candidate has changed before. A probe that was left out passes with a
+    message saying why.
 
     An exception raised by an arm passes through with a note saying what was probed.
     """
     loose = loosened(tolerance or Tolerance())
-    run = _Run(freeze(reference), candidate, inputs, loose, expected or {})
+    run = _Run(freeze(reference), candidate, inputs, loose, expected or {}, watch or Watch())
     first = seeds[0] if seeds else 0
     second = seeds[1] if len(seeds) > 1 else first + 1
     run.same_address(first, second)
@@ -112,11 +111,11 @@ class _Run:
     inputs: Callable[[int], Any]
     tolerance: Tolerance
     expected: Mapping[int, object]
+    watch: Watch
     found: list[records.Probe] = field(default_factory=list)
     args: tuple[Any, ...] = ()
     want: object = None  #: the reference's output for the present contents of ``args``
-    settings: Mapping[str, object] = field(default_factory=global_state)
-    functions: Mapping[str, object] = field(default_factory=public_functions)
+    modes: Mapping[str, object] = field(default_factory=scoped_state)
     edits: list[str] = field(default_factory=list)  #: of the reference, before the first probe
     held: tuple[object, object] = ((), ())  #: an output and its fingerprint, kept to the end
     overwritten: str = ""  #: what the second call did to the first one's output
@@ -303,12 +302,12 @@ class _Run:
         self.record("two_outputs_held", self.overwritten or later)
         edits = [one for one in self.reference.changes() if one not in self.edits]
         timers = patched_timers()
-        functions = [one for one in replaced_functions(self.functions) if one not in timers]
-        settings = changed(self.settings, global_state())
+        functions = [one for one in self.watch.functions() if one not in timers]
+        settings = self.watch.settings() + changed(self.modes, scoped_state())
         for name, found, text in (
             ("reference_unchanged", edits, "the reference was edited meanwhile: {}"),
             ("timers", timers, "{} replaced: whoever replaces a timer sets its own time"),
-            ("patched_functions", functions, "{} replaced, which the reference uses too"),
+            ("patched_functions", functions, "{} replaced, which others use too"),
             (
                 "global_state",
                 settings,
