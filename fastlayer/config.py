@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
 from dataclasses import dataclass
+from typing import Any
 
 from fastlayer.errors import ConfigError
+
+SIZE_RULE = "it must be an integer of at least 1"
 
 _SIZE_FIELDS = ("batch_size", "seq_len", "d_model", "num_heads", "ffn_dim", "num_layers")
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def as_size(value: Any) -> int | None:
+    """An integer of any type (NumPy's too) of at least 1 as an ``int``, or None; no bool is one."""
+    if isinstance(value, bool):
+        return None
+    try:
+        size = operator.index(value)
+    except TypeError:
+        return None
+    return size if size >= 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +42,14 @@ class TransformerConfig:
     causal: bool = True
 
     def __post_init__(self) -> None:
-        rules: list[tuple[str, Callable[[object], bool], str]] = [
-            *((name, _is_size, "it must be an integer of at least 1") for name in _SIZE_FIELDS),
-            ("causal", lambda value: isinstance(value, bool), "it must be True or False"),
-        ]
-        for name, holds, rule in rules:
+        for name in _SIZE_FIELDS:
             value = getattr(self, name)
-            if not holds(value):
-                raise ConfigError(name, value, rule)
+            size = as_size(value)
+            if size is None:
+                raise ConfigError(name, value, SIZE_RULE)
+            object.__setattr__(self, name, size)
+        if not isinstance(self.causal, bool):
+            raise ConfigError("causal", self.causal, "it must be True or False")
         if self.d_model % self.num_heads:
             raise ConfigError(
                 "d_model", self.d_model, f"it must be a multiple of num_heads = {self.num_heads}"

@@ -10,10 +10,12 @@ class FastlayerError(Exception):
 
 
 class ConfigError(FastlayerError, ValueError):
-    """A configuration field breaks its rule."""
+    """A configuration field, or an option of ``owner``, breaks its rule."""
 
-    def __init__(self, field: str, value: object, rule: str) -> None:
-        super().__init__(f"TransformerConfig.{field} = {value!r}, but {rule}")
+    def __init__(
+        self, field: str, value: object, rule: str, owner: str = "TransformerConfig"
+    ) -> None:
+        super().__init__(f"{owner}.{field} = {value!r}, but {rule}")
         self.field = field
         self.value = value
         self.rule = rule

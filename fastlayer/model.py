@@ -5,24 +5,25 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from fastlayer import admissions as admissions_module
 from fastlayer.admissions import Admissions
-from fastlayer.config import TransformerConfig
+from fastlayer.config import SIZE_RULE, TransformerConfig, as_size
 from fastlayer.contract import GIB, ITEMSIZES, Precision, RuntimeContract
 from fastlayer.device import free_bytes, probe
 from fastlayer.dispatch import POLICIES, Decision, Policy, decide
 from fastlayer.errors import ConfigError, InputError, RouteRefused
 from fastlayer.masks import MaskClassifier, MaskKind
 from fastlayer.reference import ReferenceTransformer
-from fastlayer.routes import Bound, Launch, route_named
+from fastlayer.routes import ROUTE_NAMES, Bound, Launch, route_named
 from fastlayer.weights import ModelState
 
 #: Decisions remembered by one model, least recently used out.
@@ -35,6 +36,8 @@ _MEMORY_STEPS = 16
 
 #: Stands for the memory of a device that fastlayer has no facts about.
 _UNKNOWN_MEMORY = 2**62
+
+_ROUTES = f"one of {', '.join(ROUTE_NAMES)}"
 
 
 class FastTransformer(ReferenceTransformer):
@@ -50,7 +53,7 @@ class FastTransformer(ReferenceTransformer):
         working_set_bytes: bound on a streamed route's memory above input and output.
 
     Raises:
-        ConfigError: the configuration or an option breaks its rule.
+        ConfigError: the configuration or an option breaks its rule, or there is no such route.
     """
 
     def __init__(
@@ -64,16 +67,30 @@ class FastTransformer(ReferenceTransformer):
         working_set_bytes: int = 2 * GIB,
     ) -> None:
         shape = TransformerConfig.of(config)
-        if policy not in POLICIES:
-            raise ConfigError("policy", policy, f"it must be one of {', '.join(POLICIES)}")
-        if launch is not None and route is None:
-            raise ConfigError("launch", dict(launch), "it needs a route to apply to")
-        super().__init__(config)
+        working_set = as_size(working_set_bytes)
+        for name, value, holds, rule in (
+            ("policy", policy, policy in POLICIES, f"it must be one of {', '.join(POLICIES)}"),
+            ("route", route, route in (None, *ROUTE_NAMES), f"it must be None or {_ROUTES}"),
+            ("launch", launch, isinstance(launch, Mapping | None), "it must be None or a mapping"),
+            ("launch", launch, launch is None or route is not None, "it needs a route to apply to"),
+            (
+                "admissions",
+                admissions,
+                isinstance(admissions, Admissions | None),
+                "it must be None or Admissions, such as Admissions.load(path)",
+            ),
+            ("working_set_bytes", working_set_bytes, working_set is not None, SIZE_RULE),
+        ):
+            if not holds:
+                raise ConfigError(name, value, rule, owner="FastTransformer")
+        assert working_set is not None
+        super().__init__(shape)
+        self.config = config  # as given; the modules were made of its sizes as plain integers
         self.policy: Policy = policy
         self.route = route
         self.launch = launch
         self.admissions = admissions
-        self.working_set_bytes = working_set_bytes
+        self.working_set_bytes = working_set
         self._shape = shape
         self._install()
 
@@ -136,10 +153,12 @@ class FastTransformer(ReferenceTransformer):
         """The reference's result for ``x [B, N, d_model]`` and a bool mask ``[B, N]`` or None.
 
         Raises:
-            InputError: rank, width, dtype, shape or device of an argument does not fit.
+            InputError: an argument is no dense tensor, or its rank, width, dtype, shape or device
+                does not fit.
             RouteError: an explicit route objects to the call.
             UnsafeFallbackError: no faster route may run and dense would not fit the memory.
         """
+        _check_dense(x)
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
                 return self._outside_the_trace(x, valid_token_mask)
@@ -149,8 +168,9 @@ class FastTransformer(ReferenceTransformer):
 
     def explain(self, x: torch.Tensor, valid_token_mask: torch.Tensor | None = None) -> str:
         """How this call would be computed, and why, as text to print. Runs nothing."""
+        _check_dense(x)
         runtime = self._own_runtime()
-        runtime.state.refresh()
+        runtime.state.refresh(_ambient(x.device.type)[-1])
         kind = self._mask_kind(x, valid_token_mask, runtime)
         return self._decide(self._contract(x, kind, compiling=False)).explain()
 
@@ -180,17 +200,20 @@ class FastTransformer(ReferenceTransformer):
         self, x: torch.Tensor, valid_token_mask: torch.Tensor | None, compiling: bool
     ) -> torch.Tensor:
         runtime = self._own_runtime()
-        version = runtime.state.refresh()
+        ambient = _ambient(x.device.type)
+        version = runtime.state.refresh(ambient[-1])
         kind = self._mask_kind(x, valid_token_mask, runtime)
+        runtime.choose_by(self.launch, self.admissions)
         key: Hashable = (
             version,
             x.shape,
             x.dtype,
             x.device,
             type(x),
+            _is_lazy(x),
             kind,
             self._records_grad(x, runtime),
-            _ambient(x.device.type),
+            ambient,
             self.training,
             compiling,
             self.policy,
@@ -285,7 +308,9 @@ class FastTransformer(ReferenceTransformer):
 
     @staticmethod
     def _records_grad(x: torch.Tensor, runtime: _Runtime) -> bool:
-        """Whether autograd would record a call with ``x``."""
+        """Whether autograd would record a call with ``x``, or carry tangents through it."""
+        if forward_ad._current_level >= 0:
+            return True
         return torch.is_grad_enabled() and (x.requires_grad or runtime.state.requires_grad)
 
     def _mask_kind(self, x: torch.Tensor, mask: torch.Tensor | None, runtime: _Runtime) -> MaskKind:
@@ -358,6 +383,15 @@ class _Runtime:
         self.memory_bound: set[Hashable] = set()
         self.decision: Decision | None = None
         self._version = 0
+        self._launch: Launch | None = None
+        self._admissions: Admissions | None = None
+
+    def choose_by(self, launch: Launch | None, admissions: Admissions | None) -> None:
+        """Forgets the plans that were made by another launch or other admissions."""
+        if launch is not self._launch or admissions is not self._admissions:
+            self._launch, self._admissions = launch, admissions
+            self.plans.clear()
+            self.memory_bound.clear()
 
     def remember(self, key: Hashable, plan: _Plan) -> None:
         if self.state.version != self._version:
@@ -410,6 +444,24 @@ def _available(device: torch.device) -> int:
     return free_bytes(device) // step * step
 
 
+def _check_dense(x: object) -> None:
+    """Asked before anything of ``x`` is read: it is a tensor with a value for each index.
+
+    Raises:
+        InputError: it is none, or sparse, or nested.
+    """
+    if not isinstance(x, torch.Tensor):
+        kind, remedy = type(x).__name__, "Pass the activations, e.g. through torch.as_tensor."
+    elif x.is_nested:
+        kind = "a nested tensor"
+        remedy = "Pad it with .to_padded_tensor(0.0) and mark its tokens in valid_token_mask."
+    elif x.layout is not torch.strided:
+        kind, remedy = f"a tensor of layout {x.layout}", "Convert it with .to_dense()."
+    else:
+        return
+    raise InputError("x", kind, "a dense tensor [batch, tokens, d_model]", remedy)
+
+
 def _check_input(x: torch.Tensor, d_model: int) -> str:
     """The dtype's name.
 
@@ -443,14 +495,17 @@ def _mask_error(x: torch.Tensor, mask: object) -> InputError:
     )
 
 
+def _is_lazy(x: torch.Tensor) -> bool:
+    """Whether the memory of ``x`` is not what arithmetic on it sees."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_neg()
+
+
 def _unusual(x: torch.Tensor) -> str:
     """Why ``x`` is not a plain tensor that a kernel may read, or ""."""
     if type(x) not in (torch.Tensor, nn.Parameter):
         return f"the input is a {type(x).__name__}, not a plain tensor"
-    if x.layout is not torch.strided:
-        return f"the input's layout is {x.layout}"
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return "the input is transformed by torch.func"
+    if _is_lazy(x):
+        return "the input is transformed by torch.func, or a view with a pending negation"
     if not x.numel():
         return "the input is empty"
     return ""

@@ -1,33 +1,78 @@
 """What belongs to one model between calls: packed weights, and whether they are still current.
 
-Freshness rests on three facts checked on every call: each parameter is the same object in the same
-place of the module tree, at the same address, with the same version counter. Parameters created in
-inference mode have no counter; they are compared by value with a snapshot instead. Writes through
-``parameter.data`` escape version counters: call ``FastTransformer.refresh()`` after them.
+Freshness is checked on every call. Of the parameters: each is the same object in the same place of
+the module tree, at the same address, with the same version counter. Parameters created in inference
+mode have no counter; they are compared by value with a snapshot instead. Writes through
+``parameter.data`` escape version counters: call ``FastTransformer.refresh()`` after them. Of the
+modules: the same objects of the same classes, whose methods, settings (heads, causality, epsilon),
+own attributes and hooks are as they were.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from operator import attrgetter, getitem, is_
+from operator import attrgetter, call, itemgetter
 from typing import TypeVar, cast
 
 import torch
 from torch import nn
+from torch.nn.modules import module as module_globals
 
 from fastlayer.config import TransformerConfig
 from fastlayer.graphs import GraphCache
-from fastlayer.reference import ReferenceAttention, ReferenceBlock
+from fastlayer.reference import ReferenceAttention, ReferenceBlock, ReferenceTransformer
 
 T = TypeVar("T")
 
 _LAYER_NORM_EPS = 1e-5
 
+#: Instance attributes that a module's forward reads besides parameters and submodules.
+_SETTINGS: dict[type[nn.Module], tuple[str, ...]] = {
+    ReferenceAttention: ("num_heads", "head_dim", "causal"),
+    nn.LayerNorm: ("normalized_shape", "eps", "elementwise_affine"),
+}
+
+#: Instance attributes of plain modules, and that of a module that ``compile()`` was called on,
+#: which leaves its arithmetic. Any other that shadows one of the class changes what a call runs.
+_PLAIN_NAMES = frozenset(
+    (
+        *vars(nn.Module()),
+        *itertools.chain.from_iterable(_SETTINGS.values()),
+        *("in_features", "out_features", "_compiled_call_impl"),
+    )
+)
+
+_CALLED = ("forward", "__call__", "_wrapped_call_impl", "_call_impl")
+
+#: What a call of the reference looks up in each class of its tree.
+_METHODS: dict[type[nn.Module], tuple[str, ...]] = {
+    ReferenceTransformer: _CALLED,
+    nn.ModuleList: (*_CALLED, "__iter__"),
+    ReferenceBlock: _CALLED,
+    ReferenceAttention: (*_CALLED, "_split_heads"),
+    nn.LayerNorm: _CALLED,
+    nn.Linear: _CALLED,
+}
+_METHOD_GETTERS = [attrgetter(*names) for names in _METHODS.values()]
+
+
+def _methods() -> list[object]:
+    return list(map(call, _METHOD_GETTERS, _METHODS))
+
+
+#: The methods as this package found them; one patched before its import counts as plain.
+_PLAIN_METHODS = _methods()
+
 _version = attrgetter("_version")
 _requires_grad = attrgetter("requires_grad")
-_forward_hooks = attrgetter("_forward_hooks")
-_forward_pre_hooks = attrgetter("_forward_pre_hooks")
+_modules = itemgetter("_modules")
+_parameters = itemgetter("_parameters")
+_forward_hooks = itemgetter("_forward_hooks")
+_forward_pre_hooks = itemgetter("_forward_pre_hooks")
+_attention_settings = itemgetter(*_SETTINGS[ReferenceAttention])
+_norm_settings = itemgetter(*_SETTINGS[nn.LayerNorm])
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +95,7 @@ class LayerWeights:
 
 
 class ModelState:
-    """Everything a route may keep for one model; all of it is dropped when a parameter changes.
+    """Everything a route may keep for one model; all of it is dropped when the model changes.
 
     Attributes:
         module: the ``FastTransformer`` itself.
@@ -59,7 +104,8 @@ class ModelState:
         notes: what a route did otherwise than its launch says (a failed capture, a halved slice);
             the model moves them into ``last_decision``, where they stay.
         measured: what the last call measured; in ``last_decision`` until the next call.
-        version: grows by one whenever a parameter was edited, replaced or moved.
+        version: grows by one whenever a parameter was edited, replaced or moved, or the module
+            tree changed otherwise.
         altered: why the module tree is not the plain one, or "".
     """
 
@@ -74,9 +120,12 @@ class ModelState:
         self._packs: dict[Hashable, object] = {}
         self._watch: _Watch | None = None
 
-    def refresh(self) -> int:
-        """Drops what was derived from the parameters if any of them changed; the version."""
-        if self._watch is None or not self._watch.unchanged():
+    def refresh(self, capturing: bool = False) -> int:
+        """Drops what was derived from the module tree if anything in it changed; the version.
+
+        ``capturing``: a CUDA graph of the caller's is being captured.
+        """
+        if self._watch is None or not self._watch.unchanged(capturing):
             self.invalidate()
             self._watch = _Watch(self.module)
             self.altered = alteration(self.module, self.config)
@@ -118,28 +167,35 @@ class ModelState:
 
 
 class _Watch:
-    """A snapshot of identities, addresses and versions over one module tree.
+    """A snapshot of everything in one module tree that its result follows from.
 
-    ``unchanged`` runs on every call, hence its loops in C.
+    ``unchanged`` runs on every call, hence its loops in C over lists collected once. The instance
+    dictionaries of the modules stay the same objects; what they hold is read anew each time, so
+    that a whole dictionary of parameters or hooks put in another's place is noticed as well.
     """
 
     def __init__(self, root: nn.Module) -> None:
         modules = list(root.modules())
-        self._inner = modules[1:]
-        slots: list[tuple[dict[str, object], str]] = [
-            (cast("dict[str, object]", entries), name)
-            for module in modules
-            for entries in (module._modules, module._parameters)
-            for name in entries
+        self._inner = modules[1:]  # hooks and a forward of the root's run before this is asked
+        self._classes = list(map(type, self._inner))
+        self._attributes = [vars(module) for module in self._inner]
+        self._attribute_count = sum(map(len, self._attributes))
+        # Modules with other names than plain ones, which could give one up for a forward.
+        self._tagged = [own for own in self._attributes if not own.keys() <= _PLAIN_NAMES]
+        self._tags = list(map(tuple, self._tagged))
+        self._parents = [vars(module) for module in modules if module._modules]
+        self._owners = [vars(module) for module in modules if module._parameters]
+        self._held = [dict(entries) for entries in self._entries()]
+        self._attentions = [
+            vars(module) for module in modules if isinstance(module, ReferenceAttention)
         ]
-        self._entries = [entries for entries, _ in slots]
-        self._names = [name for _, name in slots]
-        self._objects = [entries[name] for entries, name in slots]
-        self._children = [
-            module._modules for module in modules if isinstance(module, nn.ModuleList)
-        ]
-        self._child_counts = list(map(len, self._children))
-        self._tensors = [item for item in self._objects if isinstance(item, torch.Tensor)]
+        self._norms = [vars(module) for module in modules if isinstance(module, nn.LayerNorm)]
+        self._settings = self._present_settings()
+        self._hooked = self._has_hooks()
+        self._methods = _methods()
+        held = [item for entries in self._held for item in entries.values()]
+        self._tensors = [item for item in held if isinstance(item, torch.Tensor)]
+        self._single = any(tensor.numel() == 1 for tensor in self._tensors)
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
         self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._versions = list(map(_version, self._counted))
@@ -147,28 +203,61 @@ class _Watch:
             (tensor, tensor.detach().clone()) for tensor in self._tensors if tensor.is_inference()
         ]
 
-    def unchanged(self) -> bool:
+    def _entries(self) -> list[dict[str, object]]:
+        return [*map(_modules, self._parents), *map(_parameters, self._owners)]
+
+    def _present_settings(self) -> list[object]:
+        return [
+            *map(_attention_settings, self._attentions),
+            *map(_norm_settings, self._norms),
+        ]
+
+    def _has_hooks(self) -> bool:
+        return (
+            any(map(_forward_hooks, self._attributes))
+            or any(map(_forward_pre_hooks, self._attributes))
+            or bool(
+                module_globals._global_forward_hooks or module_globals._global_forward_pre_hooks
+            )
+        )
+
+    def unchanged(self, capturing: bool) -> bool:
         try:
-            present = map(getitem, self._entries, self._names)
-            if not all(map(is_, present, self._objects)):
+            if (capturing or self._single) and not self._same_objects():
+                return False
+            # Equality asks the objects themselves only where they are not the same ones. Tensors
+            # then raise, or answer for their one element: the case left to ``_same_objects``, as
+            # is a capture, which their comparison would become a part of.
+            if self._entries() != self._held:
                 return False
             if list(map(_version, self._counted)) != self._versions:
                 return False
-        except KeyError:  # a name is gone
+            if self._present_settings() != self._settings:
+                return False
+        except Exception:
+            # A name is gone; tensors that are not the same would not compare; or data made in
+            # inference mode, which has no counter, was swapped in.
             return False
-        except RuntimeError:  # data made in inference mode, which has no counter, was swapped in
+        if (
+            list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers
+            or list(map(type, self._inner)) != self._classes
+            or sum(map(len, self._attributes)) != self._attribute_count
+            or (self._tagged and list(map(tuple, self._tagged)) != self._tags)
+            or _methods() != self._methods
+            or self._has_hooks() is not self._hooked
+        ):
             return False
-        if list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers:
-            return False
-        if list(map(len, self._children)) != self._child_counts:
-            return False
-        if any(map(_forward_pre_hooks, self._inner)) or any(map(_forward_hooks, self._inner)):
-            return False
-        if self._snapshots and _capturing():
-            return (
-                True  # comparing would break the caller's capture, within which nothing is packed
-            )
+        if not self._snapshots or capturing:
+            return True  # comparing would break a capture, within which nothing is packed
         return all(torch.equal(tensor, snapshot) for tensor, snapshot in self._snapshots)
+
+    def _same_objects(self) -> bool:
+        present = self._entries()
+        return list(map(len, present)) == list(map(len, self._held)) and all(
+            entries[name] is item
+            for entries, held in zip(present, self._held, strict=True)
+            for name, item in held.items()
+        )
 
     def requires_grad(self) -> bool:
         return any(map(_requires_grad, self._tensors))
@@ -177,10 +266,16 @@ class _Watch:
 def alteration(module: nn.Module, config: TransformerConfig) -> str:
     """Why ``module`` is not the plain tree that accelerated routes may read, or "".
 
-    A replaced submodule (an adapter, a quantised layer), a parametrization, a hook, an own
-    ``forward``, mixed dtypes or devices, or an own epsilon: all of these change the computation,
-    and the reference arithmetic, which runs the modules themselves, honours them.
+    A replaced submodule (an adapter, a quantised layer), a parametrization, a hook, a method
+    patched on an instance or a class, mixed dtypes or devices, or a setting other than the
+    configuration's: all of these change the computation, and the reference arithmetic, which runs
+    the modules themselves, honours them.
     """
+    if module_globals._global_forward_hooks or module_globals._global_forward_pre_hooks:
+        return "a forward hook is registered for all modules"
+    for kind, present, plain in zip(_METHODS, _methods(), _PLAIN_METHODS, strict=True):
+        if present != plain:
+            return f"a method of the class {kind.__name__} was replaced"
     expected: dict[str, type[nn.Module]] = {"layers": nn.ModuleList, "final_norm": nn.LayerNorm}
     for index in range(config.num_layers):
         block = f"layers.{index}"
@@ -190,15 +285,24 @@ def alteration(module: nn.Module, config: TransformerConfig) -> str:
             expected[f"{block}.{name}"] = nn.LayerNorm
         for name in ("ffn_in", "ffn_out", *(f"attention.{p}_proj" for p in ("q", "k", "v", "out"))):
             expected[f"{block}.{name}"] = nn.Linear
+    settings: dict[type[nn.Module], tuple[object, ...]] = {
+        ReferenceAttention: (config.num_heads, config.head_dim, config.causal),
+        nn.LayerNorm: ((config.d_model,), _LAYER_NORM_EPS, True),
+    }
     found = {name: child for name, child in module.named_modules(remove_duplicate=False) if name}
     for name, kind in expected.items():
         child = found.pop(name, None)
         if type(child) is not kind:
             return f"the module {name} is {type(child).__name__}, not the plain {kind.__name__}"
-        if child._forward_hooks or child._forward_pre_hooks or "forward" in child.__dict__:
-            return f"the module {name} carries a hook or a forward of its own"
-        if isinstance(child, nn.LayerNorm) and child.eps != _LAYER_NORM_EPS:
-            return f"the module {name} has eps = {child.eps}, not {_LAYER_NORM_EPS}"
+        if child._forward_hooks or child._forward_pre_hooks:
+            return f"the module {name} carries a hook"
+        for own in vars(child):
+            if own not in _PLAIN_NAMES and hasattr(kind, own):
+                return f"the module {name} carries a {own} of its own"
+        for setting, value in zip(_SETTINGS.get(kind, ()), settings.get(kind, ()), strict=True):
+            given = getattr(child, setting, None)
+            if given != value:
+                return f"the module {name} has {setting} = {given!r}, not {value!r}"
     if found:
         return f"the module {next(iter(found))} is not part of the model"
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -214,10 +318,6 @@ def alteration(module: nn.Module, config: TransformerConfig) -> str:
                 f"{first.dtype} on {first.device}"
             )
     return ""
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _affine(module: nn.Linear | nn.LayerNorm) -> tuple[torch.Tensor, torch.Tensor]:

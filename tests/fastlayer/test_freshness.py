@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
 from layer_support import assert_accepted, make_pair, make_reference, masks, small
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.nn.utils import parametrizations, prune
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastlayer import FastTransformer, ReferenceTransformer, make_inputs
+from fastlayer.reference import ReferenceAttention, ReferenceBlock
 
 CONFIG = small()
 
@@ -238,3 +246,252 @@ def test_requires_grad_decides_anew(model, x):
     model(x).sum().backward()
     assert model.last_decision.route == "dense"
     assert x.grad is not None
+
+
+class Halved(nn.Linear):
+    """Stands for the class that a quantiser swaps in."""
+
+    def forward(self, t):
+        return super().forward(t) * 0.5
+
+
+class Backwards(nn.ModuleList):
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+def forward_of_a_module(name):
+    def alter(model):
+        module = model.get_submodule(name)
+        plain = module.forward
+        module.forward = lambda *args: plain(*args).flip(-1)
+
+    return alter
+
+
+def setting(name, attribute, value):
+    return lambda model: setattr(model.get_submodule(name), attribute, value)
+
+
+def hook_in_a_new_dictionary(model):
+    layer = model.layers[0].ffn_out
+    layer._forward_hooks = OrderedDict()
+    layer.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def split_otherwise(model):
+    attention = model.layers[0].attention
+    plain = attention._split_heads
+    attention._split_heads = lambda t: plain(t).flip(1) * 0.5
+
+
+def call_otherwise(model):
+    layer = model.layers[0].ffn_in
+    layer._call_impl = lambda t: nn.Linear.forward(layer, t) * 0.5
+
+
+#: Edits of the module tree that leave every parameter as it is.
+QUIET = {
+    "attention's forward": forward_of_a_module("layers.1.attention"),
+    "a linear's forward": forward_of_a_module("layers.0.ffn_in"),
+    "a projection's forward": forward_of_a_module("layers.0.attention.v_proj"),
+    "a block's forward": forward_of_a_module("layers.1"),
+    "the final norm's forward": forward_of_a_module("final_norm"),
+    "a helper method": split_otherwise,
+    "the call itself": call_otherwise,
+    "epsilon": setting("layers.0.norm1", "eps", 0.5),
+    "the final norm's epsilon": setting("final_norm", "eps", 0.5),
+    "a class": setting("layers.0.ffn_in", "__class__", Halved),
+    "the list's class": setting("layers", "__class__", Backwards),
+    "causality": setting("layers.0.attention", "causal", False),
+    "heads": lambda m: vars(m.layers[1].attention).update(num_heads=2, head_dim=16),
+    "a hook in a new dictionary": hook_in_a_new_dictionary,
+    "a pre-hook": lambda m: m.final_norm.register_forward_pre_hook(lambda m, args: args[0] ** 2),
+}
+
+
+@pytest.mark.parametrize("alter", QUIET.values(), ids=QUIET.keys())
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
+def test_an_altered_call_takes_the_reference_arithmetic(x, alter, warm):
+    _, model = make_pair(CONFIG)
+    with torch.no_grad():
+        plain = dense(model, x)
+        if warm:
+            model(x)
+        alter(model)
+        assert (dense(model, x) - plain).abs().max() > 1e-3, "the edit changes nothing"
+        for _ in range(2):
+            assert torch.equal(model(x), dense(model, x))
+            assert model.last_decision.route == "dense"
+    assert model.last_decision.contract.altered in model.last_decision.explain()
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "patched"),
+    [
+        (ReferenceBlock, "forward", lambda plain: lambda self, t, mask=None: plain(self, t) * 0.5),
+        (ReferenceAttention, "forward", lambda plain: lambda self, t, mask=None: t * 0.5),
+        (ReferenceAttention, "_split_heads", lambda plain: lambda self, t: plain(self, t) * 0.5),
+        (nn.Linear, "forward", lambda plain: lambda self, t: plain(self, t) * 0.5),
+        (nn.LayerNorm, "forward", lambda plain: lambda self, t: t),
+        (nn.Linear, "__call__", lambda plain: lambda self, t: plain(self, t) * 0.5),
+        (nn.Module, "_call_impl", lambda plain: lambda self, *a: plain(self, *a) * 0.5),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_method_patched_on_a_class(model, x, monkeypatch, kind, method, patched):
+    with torch.no_grad():
+        plain = dense(model, x)
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, method, patched(getattr(kind, method)))
+            changed = model.forward(x)
+            assert torch.equal(changed, dense(model, x))
+            assert model.last_decision.route == "dense"
+            assert "was replaced" in model.last_decision.explain()
+        assert (changed - plain).abs().max() > 1e-3
+        assert_accepted(model(x), plain)
+        assert model.last_decision.route == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("register", "hook"),
+    [
+        (
+            register_module_forward_hook,
+            lambda m, args, out: out * 2 if isinstance(m, nn.Linear) else None,
+        ),
+        (
+            register_module_forward_pre_hook,
+            lambda m, args: (args[0] * 2,) if isinstance(m, nn.Linear) else None,
+        ),
+    ],
+    ids=["hook", "pre-hook"],
+)
+def test_hooks_for_all_modules(model, x, register, hook):
+    with torch.no_grad():
+        plain = dense(model, x)
+        handle = register(hook)
+        try:
+            changed = model(x)
+            assert torch.equal(changed, dense(model, x))
+        finally:
+            handle.remove()
+        assert (changed - plain).abs().max() > 1e-3
+        assert_accepted(model(x), plain)
+        assert model.last_decision.route == "sdpa"
+
+
+def test_a_setting_put_back_restores_the_fast_route(model, x):
+    attention, norm = model.layers[0].attention, model.layers[0].norm1
+    with torch.no_grad():
+        attention.causal, norm.eps = False, 0.5
+        model(x)
+        assert "layers.0.attention has causal = False, not True" in model.explain(x)
+        attention.causal = True
+        assert "layers.0.norm1 has eps = 0.5, not 1e-05" in model.explain(x)
+        norm.eps = 1e-5
+        attention.forward = lambda *args: args[0]
+        assert "layers.0.attention carries a forward of its own" in model.explain(x)
+        del attention.forward
+        assert_accepted(model(x), dense(model, x))
+    assert model.last_decision.route == "sdpa"
+
+
+def test_a_tag_alters_nothing_unless_a_forward_takes_its_place(model, x):
+    layer = model.layers[0].ffn_in
+    layer.compile()
+    layer.tag = "mine"
+    with torch.no_grad():
+        model(x)
+        assert model.last_decision.route == "sdpa"
+        del layer.tag
+        layer.forward = lambda t: nn.Linear.forward(layer, t) * 0.5
+        layer._compiled_call_impl = None
+        assert torch.equal(model(x), dense(model, x))
+
+
+def test_parameters_in_a_new_dictionary(model, x):
+    layer = model.layers[0].ffn_in
+    layer._parameters = {
+        "weight": nn.Parameter(layer.weight.detach() * 3),
+        "bias": nn.Parameter(layer.bias.detach()),
+    }
+    with torch.no_grad():
+        assert_accepted(model(x), dense(model, x))
+    assert model.last_decision.route == "sdpa"
+
+
+def test_equal_parameters_of_one_element_are_not_the_same():
+    config = small(d_model=1, num_heads=1, ffn_dim=1)
+    _, model = make_pair(config)
+    x = torch.ones(3, 24, 1)
+    with torch.no_grad():
+        model(x)
+        model.final_norm.bias = nn.Parameter(model.final_norm.bias.clone())
+        model(x)
+        model.final_norm.bias.add_(1.0)
+        assert_accepted(model(x), dense(model, x))
+        assert (dense(model, x) > 0.5).all()
+
+
+class Recording(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_computed_to_see_a_change_within_a_capture(model):
+    state = model._runtime.state
+    version = state.version
+    assert state.refresh(capturing=True) == version
+    replace_parameter(model)
+    with Recording() as recording:
+        assert not state._watch.unchanged(capturing=True)
+    assert recording.calls == []
+    assert state.refresh(capturing=True) == version + 1
+
+
+def test_a_hook_that_stays_is_looked_at_once(model, x):
+    with torch.no_grad():
+        hooked(model)
+        model(x)
+        version = model.last_decision.contract.weights_version
+        model(x)
+        assert model.last_decision.contract.weights_version == version
+
+
+def test_function_transforms_after_a_warm_call(model, x):
+    model.requires_grad_(False)
+    model(x)
+    got = torch.func.vmap(model)(x[None].expand(2, -1, -1, -1))
+    assert model.last_decision.route == "dense"
+    assert_accepted(got[1], dense(model, x))
+
+
+def test_a_view_with_a_pending_negation(model, x):
+    with torch.no_grad():
+        negated = torch._neg_view(x)
+        assert torch.equal(model(negated), dense(model, negated))
+    assert model.last_decision.route == "dense"
+
+
+def test_forward_mode_tangents_are_carried(model, x):
+    with torch.no_grad(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x.flip(1))
+        expected = forward_ad.unpack_dual(dense(model, dual)).tangent
+        assert torch.equal(forward_ad.unpack_dual(model(dual)).tangent, expected)
+    assert expected.abs().max() > 1e-3
+
+
+def test_another_launch_or_other_admissions_decide_anew(model, x):
+    with torch.no_grad():
+        model.route, model.launch = "sdpa", {"packed_qkv": False}
+        model(x)
+        assert model.last_decision.launch == {"packed_qkv": False}
+        model.launch = {"packed_qkv": True}
+        model(x)
+        assert model.last_decision.launch == {"packed_qkv": True}

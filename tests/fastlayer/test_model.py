@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from layer_support import assert_accepted, make_pair, make_reference, masks, small
@@ -84,8 +85,16 @@ def test_from_reference_says_what_does_not_fit():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": "fast"}, "policy = 'fast', but it must be one of strict, eligible"),
+        (
+            {"policy": "fast"},
+            r"^FastTransformer\.policy = 'fast', but it must be one of strict, eligible",
+        ),
         ({"launch": {"packed_qkv": True}}, "needs a route"),
+        ({"launch": 3, "route": "sdpa"}, "launch = 3, but it must be None or a mapping"),
+        ({"route": "nope"}, r"FastTransformer\.route = 'nope', .* None or one of fused, .*dense"),
+        ({"admissions": "rows.json"}, r"must be None or Admissions, such as Admissions\.load"),
+        ({"working_set_bytes": -1}, r"FastTransformer\.working_set_bytes = -1, .* at least 1"),
+        ({"working_set_bytes": 2.5}, "working_set_bytes = 2.5, but it must be an integer"),
     ],
 )
 def test_options_are_checked(options, message):
@@ -127,6 +136,43 @@ def test_an_input_that_does_not_fit(x, message):
     _, model = make_pair(CONFIG)
     with pytest.raises(InputError, match=message):
         model(x)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (None, "x: given NoneType; expected a dense tensor"),
+        ([[1.0]], "given list; .*torch.as_tensor"),
+        (np.zeros((3, 24, 32), dtype=np.float32), "given ndarray"),
+        (torch.zeros(3, 24, 32).to_sparse(), r"layout torch\.sparse_coo; .*\.to_dense\(\)"),
+        (
+            torch.nested.nested_tensor([torch.zeros(9, 32)], layout=torch.jagged),
+            "nested tensor; .*to_padded_tensor.*valid_token_mask",
+        ),
+    ],
+    ids=["None", "list", "NumPy", "sparse", "nested"],
+)
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
+def test_an_input_that_is_no_dense_tensor(x, message, warm):
+    _, model = make_pair(CONFIG)
+    with torch.no_grad():
+        if warm:
+            model(make_inputs(CONFIG, 1)[0])
+        for call in (model, model.explain):
+            with pytest.raises(InputError, match=message):
+                call(x)
+
+
+def test_sizes_may_be_numpys():
+    fields = {name: getattr(CONFIG, name) for name in CONFIG.__dataclass_fields__}
+    given = SimpleNamespace(**{**fields, "d_model": np.int64(32), "num_heads": np.int32(4)})
+    model = FastTransformer(given, policy="eligible", working_set_bytes=np.int64(2**20)).eval()
+    assert model.config is given
+    assert type(model.working_set_bytes) is int
+    x, _ = make_inputs(CONFIG, 1)
+    with torch.no_grad():
+        assert_accepted(model(x), ReferenceTransformer.forward(model, x))
+    assert model.last_decision.route == "sdpa"
 
 
 def test_gradients_under_an_inference_only_route():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from layer_support import SMALL, make_reference, small
 
@@ -29,6 +30,15 @@ def test_an_error_names_field_value_and_rule(field, value):
     assert caught.value.field == field
     assert repr(value) in str(caught.value)
     assert "must be" in str(caught.value)
+
+
+def test_an_integer_of_any_type_is_a_size():
+    config = small(d_model=np.int64(64), num_layers=np.uint8(3))
+    assert config == small(d_model=64, num_layers=3)
+    assert type(config.d_model) is type(config.num_layers) is int
+    for value in (np.float64(64), np.bool_(True), np.int64(0)):
+        with pytest.raises(ConfigError, match=r"d_model = .* integer of at least 1"):
+            small(d_model=value)
 
 
 def test_heads_must_divide_the_width():
