@@ -180,13 +180,18 @@ def held_tensors(target: object) -> dict[str, torch.Tensor]:
     """Parameters, buffers and tensors among ``held_objects``, by a name for the messages."""
     import torch
 
+    found = _module_tensors(target, held_modules(target))
+    loose = [one for one in held_objects(target) if isinstance(one, torch.Tensor)]
+    found.update({f"tensor#{i}": tensor for i, tensor in enumerate(loose)})
+    return found
+
+
+def _module_tensors(target: object, modules: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
-    for m, module in enumerate(held_modules(target)):
+    for m, module in enumerate(modules):
         prefix = "" if module is target else f"{type(module).__name__}#{m}."
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             found[prefix + name] = tensor
-    loose = [one for one in held_objects(target) if isinstance(one, torch.Tensor)]
-    found.update({f"tensor#{i}": tensor for i, tensor in enumerate(loose)})
     return found
 
 
@@ -237,7 +242,7 @@ class FrozenReference:
         return found
 
     def verify(self) -> None:
-        """Raise ReferenceMutatedError if the source, a parameter, a buffer or a flag changed."""
+        """Raise ReferenceMutatedError if its source, tensors, flags or what it reads changed."""
         found = self.changes()
         if found:
             more = f", and {len(found) - 5} more" if len(found) > 5 else ""
@@ -250,14 +255,17 @@ class FrozenReference:
         return digest_callable(self.target) if self.source is None else digest_file(self.source)
 
     def _snapshot(self) -> dict[str, object]:
-        """Everything that decides the outputs: values, flags, the code of every forward."""
+        """Everything that decides outputs and cost: values, flags, code, what the code reads."""
+        from pytest_fastlayer.code_reads import values_read
         from pytest_fastlayer.fingerprint import fingerprint
 
-        state: dict[str, object] = {}
-        for name, tensor in held_tensors(self.target).items():
+        modules = held_modules(self.target)
+        held = _module_tensors(self.target, modules)
+        state = values_read(self.target, {id(tensor) for tensor in held.values()})
+        for name, tensor in held.items():
             state[f"the value of {name}"] = fingerprint(tensor)
             state[f"requires_grad of {name}"] = tensor.requires_grad
-        for m, module in enumerate(held_modules(self.target)):
+        for m, module in enumerate(modules):
             for name, child in module.named_modules():
                 where = f"{name or type(child).__name__}" + (f"#{m}" if m else "")
                 state[f"the training flag of {where}"] = child.training
