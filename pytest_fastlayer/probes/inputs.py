@@ -66,10 +66,11 @@ def mutated_by(function: Callable[..., object], args: Sequence[Any]) -> str | No
     edited += [path for path in now if path not in dict(marks)]
     if not edited:
         return None
-    name = getattr(function, "__name__", None) or type(getattr(function, "target", function))
+    target = getattr(function, "target", function)  # what a frozen reference froze
+    name = getattr(target, "__name__", None) or type(target).__name__
     return (
-        f"{name if isinstance(name, str) else name.__name__} changed its own {_some(edited)}: "
-        "the other arm would see other data; let it work on a copy (.clone())"
+        f"{name} changed its own {_some(edited)}: the other arm would see other data; "
+        "let it work on a copy (.clone())"
     )
 
 
