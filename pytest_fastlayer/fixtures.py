@@ -129,9 +129,14 @@ class Paired:
     """The value of the ``paired`` fixture: call it with a reference and a candidate."""
 
     def __init__(self, item: pytest.Item) -> None:
+        from pytest_fastlayer import gate
+
         self._item = item
         self._workbench = _workbench(item)
         self.settings = item.config.stash[SETTINGS]
+        # Taken now, before the test builds a candidate that might replace them.
+        self._changes = self._workbench.watch.changes
+        self._is_failure = gate.is_failure
 
     @property
     def bench(self) -> bool:
@@ -221,7 +226,7 @@ class Paired:
         Raises:
             pytest.fail.Exception: the verdict is red; the message gives the reason.
         """
-        from pytest_fastlayer import gate, pairing
+        from pytest_fastlayer import pairing
         from pytest_fastlayer.immutable import FrozenReference, freeze
         from pytest_fastlayer.session import make_policy
 
@@ -243,7 +248,11 @@ class Paired:
         case, header, message = self._workbench.run(pair)
         self._record(name, case, header)
         policy = make_policy(self.settings, family_size=self._workbench.family_size)
-        if gate.is_failure(case.verdict, policy):
+        changes = self._changes()
+        if changes:
+            found = "; ".join(changes)
+            pytest.fail(f"DISHONEST: {name}: the run was tampered with: {found}", pytrace=False)
+        if self._is_failure(case.verdict, policy):
             text = f"{case.verdict}: {name}: {case.reason}"
             pytest.fail(f"{text}\n{message}" if message else text, pytrace=False)
         if case.verdict == "UNSUPPORTED":

@@ -108,6 +108,10 @@ class Checked:
     spare: tuple[int, object] | None
 
 
+class PairError(ValueError):
+    """The pair cannot be judged: its inputs or its reference break a rule, not its candidate."""
+
+
 class UnknownRivalError(ValueError):
     """``--fastlayer-rival`` names a rival that the pair does not offer."""
 
@@ -137,6 +141,7 @@ class Workbench:
     family_size: int
     rerun: str  #: the command that replays this test
     progress: Progress
+    watch: probes.Watch = field(default_factory=probes.Watch)  #: taken before the candidate runs
 
     def knob(self, name: str, device: torch.device) -> Any:
         """A setting of this item: command line, marker, ini, or the device's default."""
@@ -235,6 +240,9 @@ class Workbench:
         seeds = range(FIRST_SEED, FIRST_SEED + self.knob("seeds", device))
         reference, candidate = Stopwatch(pair.reference, device), Stopwatch(pair.candidate, device)
         feed = partial(arguments, pair.inputs)
+        problem = probes.check_inputs(feed, FIRST_SEED)
+        if problem is not None:
+            raise PairError(f"{pair.name}: {problem}")
         merged = accuracy.Comparison(tolerance)
         used: list[int] = []
         expected: dict[int, object] = {}
@@ -273,11 +281,17 @@ class Workbench:
                 device,
                 expected=expected,
                 cost=cost,
+                watch=self.watch,
             )
             caught = [probe for probe in honesty if not probe.passed]
             if caught:
                 verdict = Verdict.DISHONEST
                 reason = "; ".join(f"{probe.name}: {probe.message}" for probe in caught)
+        if verdict is not Verdict.ACCURATE:
+            # Before the candidate is blamed: does the reference write into what both are given?
+            problem = probes.mutated_by(pair.reference, feed(FIRST_SEED))
+            if problem is not None:
+                raise PairError(f"{pair.name}: {problem}")
         if not reason and len(used) < len(seeds):
             reason = f"{len(used)} of {len(seeds)} seeds fit the time budget"
         described = dict(pair.describe(pair.candidate)) if pair.describe is not None else {}
@@ -358,7 +372,7 @@ class Workbench:
             return gate.judge_failure(case, error)
         except timing.TimerPatchedError as error:
             return case.model_copy(update={"verdict": Verdict.DISHONEST, "reason": str(error)})
-        after = self._after_timing(pair, checked)
+        after = (*self._after_timing(pair, checked), self.watch.probe("state_after_timing"))
         case = case.model_copy(update={"probes": (*case.probes, *watched, *after)})
         if self.settings.trace is not None:
             for arm, function in (("reference", reference), ("candidate", candidate)):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
+import pkgutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,10 @@ import torch._dynamo
 
 # pytester drops every module that an in-process run imported first; C extensions (torch, scipy)
 # do not survive a second import. So all are imported here, before the first such run.
-import pytest_fastlayer.cli
-import pytest_fastlayer.pairing
-import pytest_fastlayer.report.markdown
-import pytest_fastlayer.report.terminal  # noqa: F401
+import pytest_fastlayer
+
+for module in pkgutil.walk_packages(pytest_fastlayer.__path__, "pytest_fastlayer."):
+    importlib.import_module(module.name)
 
 # Every timed case collects garbage, and torch's own heap makes that a third of a second.
 gc.freeze()

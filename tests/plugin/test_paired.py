@@ -347,3 +347,50 @@ def test_captured(paired):
     assert bench().ret == 0
     accuracy = record()["cases"]["captured"]["accuracy"]
     assert "rms_vs_float64" not in accuracy
+
+
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        "from pytest_fastlayer import gate; gate.is_failure = lambda *a, **k: False",
+        "torch.softmax, torch.kept = (lambda *a, **k: torch.kept(*a, **k)), torch.softmax",
+        "torch.set_float32_matmul_precision('medium')",
+    ],
+)
+def test_tampering_with_the_run_is_named(project, pytester, cheat):
+    """Whether the candidate is right or wrong: whoever edits the judge has no verdict."""
+    project(f"""
+def test_layer_norm(paired):
+    module = Eager()
+    def candidate(x):
+        {cheat}
+        return fast(module)(x)
+    paired("layer_norm", reference=module, candidate=candidate, inputs=inputs)
+""")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*DISHONEST*layer_norm*"])
+
+
+def test_inputs_must_be_a_function_of_their_seed(project, pytester):
+    project("""
+def test_layer_norm(paired):
+    module = Eager()
+    paired("layer_norm", reference=module, candidate=fast(module),
+           inputs=lambda seed: (torch.randn(32, SIZE),))
+""")
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*layer_norm: two calls of inputs(1234) differ*"])
+
+
+def test_a_reference_that_writes_into_its_inputs_is_to_blame(project, pytester):
+    project("""
+def test_scaled(paired):
+    def eager(x):
+        return x.mul_(2)
+    paired("scaled", reference=eager, candidate=lambda x: x * 2, inputs=inputs)
+""")
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*scaled: eager changed its own input*"])
