@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_fastlayer.code_reads import values_read
+
 if TYPE_CHECKING:
     import torch
 
@@ -256,7 +258,6 @@ class FrozenReference:
 
     def _snapshot(self) -> dict[str, object]:
         """Everything that decides outputs and cost: values, flags, code, what the code reads."""
-        from pytest_fastlayer.code_reads import values_read
         from pytest_fastlayer.fingerprint import fingerprint
 
         modules = held_modules(self.target)

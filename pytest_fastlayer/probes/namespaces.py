@@ -127,7 +127,7 @@ def snapshot() -> tuple[list[Space], list[Body]]:
         kept = {
             name: value
             for name, value in list(live.items())
-            if (whole or callable(value)) and is_fixed(name)
+            if (whole or callable(value)) and is_fixed(name) and not _is_stale(value)
         }
         note(Space(label, live, kept, frozenset(live), owner))
         for name, value in kept.items():
@@ -153,6 +153,11 @@ def snapshot() -> tuple[list[Space], list[Body]]:
         for space in _used_elsewhere(module):
             note(space)
     return spaces, list(bodies.values())
+
+
+def _is_stale(value: object) -> bool:
+    """Whether a module is no longer the loaded one: its next import replaces it everywhere."""
+    return isinstance(value, ModuleType) and sys.modules.get(value.__name__) is not value
 
 
 def _follow(path: str) -> Any:
