@@ -203,7 +203,8 @@ class FastTransformer(ReferenceTransformer):
         ambient = _ambient(x.device.type)
         version = runtime.state.refresh(ambient[-1])
         kind = self._mask_kind(x, valid_token_mask, runtime)
-        runtime.choose_by(self.launch, self.admissions)
+        if self.launch is not runtime.launch or self.admissions is not runtime.admissions:
+            runtime.choose_by(self.launch, self.admissions)
         key: Hashable = (
             version,
             x.shape,
@@ -383,15 +384,14 @@ class _Runtime:
         self.memory_bound: set[Hashable] = set()
         self.decision: Decision | None = None
         self._version = 0
-        self._launch: Launch | None = None
-        self._admissions: Admissions | None = None
+        self.launch: Launch | None = None
+        self.admissions: Admissions | None = None
 
     def choose_by(self, launch: Launch | None, admissions: Admissions | None) -> None:
         """Forgets the plans that were made by another launch or other admissions."""
-        if launch is not self._launch or admissions is not self._admissions:
-            self._launch, self._admissions = launch, admissions
-            self.plans.clear()
-            self.memory_bound.clear()
+        self.launch, self.admissions = launch, admissions
+        self.plans.clear()
+        self.memory_bound.clear()
 
     def remember(self, key: Hashable, plan: _Plan) -> None:
         if self.state.version != self._version:
@@ -403,6 +403,8 @@ class _Runtime:
             self.plans.popitem(last=False)
 
 
+_cuda_matmul = torch.backends.cuda.matmul
+_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _autocast_exists = cache(torch.amp.is_autocast_available)
 
 #: (inference mode, autocast dtype or "", precision, deterministic, capturing)
@@ -417,7 +419,7 @@ def _ambient(device_type: str) -> _Ambient:
         matmul = torch.get_float32_matmul_precision()
     except RuntimeError:  # torch refuses to answer once its older and newer settings were mixed
         matmul = "mixed"
-    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    tf32 = _cuda_matmul.__getattr__("fp32_precision") == "tf32"  # skips a lookup that must fail
     precision = _PRECISIONS.get((matmul, tf32))
     if precision is None:
         precision = _PRECISIONS[matmul, tf32] = Precision(matmul, tf32)
@@ -497,7 +499,7 @@ def _mask_error(x: torch.Tensor, mask: object) -> InputError:
 
 def _is_lazy(x: torch.Tensor) -> bool:
     """Whether the memory of ``x`` is not what arithmetic on it sees."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_neg()
+    return _is_functorch_wrapped(x) or x.is_neg()
 
 
 def _unusual(x: torch.Tensor) -> str:

@@ -34,11 +34,14 @@ _SETTINGS: dict[type[nn.Module], tuple[str, ...]] = {
     nn.LayerNorm: ("normalized_shape", "eps", "elementwise_affine"),
 }
 
+#: Where a module keeps its parameters, submodules and hooks, among others.
+_PLAIN_STATE = frozenset(vars(nn.Module()))
+
 #: Instance attributes of plain modules, and that of a module that ``compile()`` was called on,
 #: which leaves its arithmetic. Any other that shadows one of the class changes what a call runs.
 _PLAIN_NAMES = frozenset(
     (
-        *vars(nn.Module()),
+        *_PLAIN_STATE,
         *itertools.chain.from_iterable(_SETTINGS.values()),
         *("in_features", "out_features", "_compiled_call_impl"),
     )
@@ -175,7 +178,9 @@ class _Watch:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        modules = list(root.modules())
+        modules = [module for module in root.modules() if vars(module).keys() >= _PLAIN_STATE]
+        # A scripted module keeps its state elsewhere: a tree with one is looked at anew each time.
+        self._opaque = len(modules) < len(list(root.modules()))
         self._inner = modules[1:]  # hooks and a forward of the root's run before this is asked
         self._classes = list(map(type, self._inner))
         self._attributes = [vars(module) for module in self._inner]
@@ -186,11 +191,10 @@ class _Watch:
         self._parents = [vars(module) for module in modules if module._modules]
         self._owners = [vars(module) for module in modules if module._parameters]
         self._held = [dict(entries) for entries in self._entries()]
-        self._attentions = [
-            vars(module) for module in modules if isinstance(module, ReferenceAttention)
-        ]
-        self._norms = [vars(module) for module in modules if isinstance(module, nn.LayerNorm)]
-        self._settings = self._present_settings()
+        self._attentions = _with_settings(modules, ReferenceAttention)
+        self._norms = _with_settings(modules, nn.LayerNorm)
+        self._attention_settings = list(map(_attention_settings, self._attentions))
+        self._norm_settings = list(map(_norm_settings, self._norms))
         self._hooked = self._has_hooks()
         self._methods = _methods()
         held = [item for entries in self._held for item in entries.values()]
@@ -198,19 +202,13 @@ class _Watch:
         self._single = any(tensor.numel() == 1 for tensor in self._tensors)
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
         self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
-        self._versions = list(map(_version, self._counted))
+        self._version = sum(map(_version, self._counted))  # of counters that only ever grow
         self._snapshots = [
             (tensor, tensor.detach().clone()) for tensor in self._tensors if tensor.is_inference()
         ]
 
     def _entries(self) -> list[dict[str, object]]:
         return [*map(_modules, self._parents), *map(_parameters, self._owners)]
-
-    def _present_settings(self) -> list[object]:
-        return [
-            *map(_attention_settings, self._attentions),
-            *map(_norm_settings, self._norms),
-        ]
 
     def _has_hooks(self) -> bool:
         return (
@@ -222,6 +220,8 @@ class _Watch:
         )
 
     def unchanged(self, capturing: bool) -> bool:
+        if self._opaque:
+            return False
         try:
             if (capturing or self._single) and not self._same_objects():
                 return False
@@ -230,9 +230,11 @@ class _Watch:
             # is a capture, which their comparison would become a part of.
             if self._entries() != self._held:
                 return False
-            if list(map(_version, self._counted)) != self._versions:
+            if sum(map(_version, self._counted)) != self._version:
                 return False
-            if self._present_settings() != self._settings:
+            if list(map(_attention_settings, self._attentions)) != self._attention_settings:
+                return False
+            if list(map(_norm_settings, self._norms)) != self._norm_settings:
                 return False
         except Exception:
             # A name is gone; tensors that are not the same would not compare; or data made in
@@ -261,6 +263,12 @@ class _Watch:
 
     def requires_grad(self) -> bool:
         return any(map(_requires_grad, self._tensors))
+
+
+def _with_settings(modules: list[nn.Module], kind: type[nn.Module]) -> list[dict[str, object]]:
+    """Instance dictionaries of the plain modules of that class; any other is an alteration."""
+    names = set(_SETTINGS[kind])
+    return [vars(m) for m in modules if type(m) is kind and vars(m).keys() >= names]
 
 
 def alteration(module: nn.Module, config: TransformerConfig) -> str:
