@@ -281,6 +281,16 @@ def test_modules_that_are_loaded_later_are_no_change(monkeypatch: Patch) -> None
     assert watch.changes() == []
 
 
+def test_a_module_that_is_loaded_again_is_no_change(monkeypatch: Patch) -> None:
+    """pytester forgets modules that its inner session loaded; the next one loads them afresh."""
+    stale, fresh = ModuleType("pytest_fastlayer.again"), ModuleType("pytest_fastlayer.again")
+    monkeypatch.setattr("pytest_fastlayer.again", stale, raising=False)
+    watch = Watch()
+    monkeypatch.setitem(sys.modules, fresh.__name__, fresh)
+    monkeypatch.setattr("pytest_fastlayer.again", fresh)
+    assert watch.changes() == []
+
+
 def test_a_watch_is_cheap() -> None:
     """Counted in function calls, which do not depend on the machine."""
     watch = Watch()
