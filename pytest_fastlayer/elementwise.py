@@ -137,12 +137,13 @@ class Comparer:
         total = self.reference.numel()
         if total == 0:
             return LeafStatistics()
-        rows, offsets = [], []
-        for offset, c, r in self._chunks():
-            rows.append(self._exact_row(c, r) if is_exact(c.dtype) else self._row(c, r)[0])
-            offsets.append(offset)
-        table = torch.stack(rows).cpu()
-        failed, unfinished, max_abs, budget, norms = table.unbind(1)
+        offsets = [offset for offset, _, _ in self._chunks()]
+        # One tensor for all rows, allocated before the loop: a small tensor kept from each chunk
+        # would lie between the chunks' temporaries, and the heap would grow past the holes.
+        table = torch.empty(len(offsets), 5, dtype=torch.float64, device=self.reference.device)
+        for i, (_, c, r) in enumerate(self._chunks()):
+            table[i] = self._exact_row(c, r) if is_exact(c.dtype) else self._row(c, r)[0]
+        failed, unfinished, max_abs, budget, norms = table.cpu().unbind(1)
         chunk = int(budget.argmax())
         stats = LeafStatistics(
             total=total,
