@@ -182,7 +182,7 @@ def _measure(
 
 
 _DEVICE = records.Device(type="cuda", name="synthetic", multiprocessors=1, memory_mib=1)
-_ACCURATE = records.CaseRecord(
+ACCURATE = records.CaseRecord(
     verdict=Verdict.ACCURATE,
     accuracy=records.Accuracy(
         trials=1,
@@ -202,9 +202,9 @@ def _verdict(timing: records.Timing, stored: records.Timing, policy: Policy) -> 
         created="",
         device=_DEVICE,
         software=records.Software(python="", platform=""),
-        cases={"case": _ACCURATE.model_copy(update={"timing": stored})},
+        cases={"case": ACCURATE.model_copy(update={"timing": stored})},
     )
-    case = _ACCURATE.model_copy(update={"timing": timing})
+    case = ACCURATE.model_copy(update={"timing": timing})
     return gate.judge(case, baseline, name="case", device=_DEVICE, policy=policy).verdict
 
 

@@ -228,7 +228,6 @@ class Paired:
         """
         from pytest_fastlayer import pairing
         from pytest_fastlayer.immutable import FrozenReference, freeze
-        from pytest_fastlayer.session import make_policy
 
         frozen = reference if isinstance(reference, FrozenReference) else freeze(reference)
         pair = pairing.Pair(
@@ -247,12 +246,11 @@ class Paired:
         )
         case, header, message = self._workbench.run(pair)
         self._record(name, case, header)
-        policy = make_policy(self.settings, family_size=self._workbench.family_size)
         changes = self._changes()
         if changes:
             found = "; ".join(changes)
             pytest.fail(f"DISHONEST: {name}: the run was tampered with: {found}", pytrace=False)
-        if self._is_failure(case.verdict, policy):
+        if self._is_failure(case.verdict, self._workbench.policy()):
             text = f"{case.verdict}: {name}: {case.reason}"
             pytest.fail(f"{text}\n{message}" if message else text, pytrace=False)
         if case.verdict == "UNSUPPORTED":

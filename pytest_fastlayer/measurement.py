@@ -139,7 +139,7 @@ class Feed:
         if self._inputs is None:
             return
         fresh = arguments(self._inputs, seed)
-        pairs = [(a, b) for a, b in zip(self.args, fresh, strict=False)]
+        pairs = list(zip(self.args, fresh, strict=False))
         alike = len(self.args) == len(fresh) and all(
             isinstance(a, torch.Tensor)
             and isinstance(b, torch.Tensor)

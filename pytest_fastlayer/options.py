@@ -175,7 +175,6 @@ class Settings:
     rtol: float | None = None
     ini: dict[str, Any] = field(default_factory=dict)
     pins: tuple[tuple[Path, str], ...] = ()
-    verbose: int = 0
 
     def choose(self, name: str, marked: Any, default: Any) -> Any:
         """Command line, then marker, then ini, then ``default``."""
@@ -291,5 +290,4 @@ def read_settings(config: pytest.Config) -> Settings:
             "rtol": ini["rtol"],
         },
         pins=_pins(config),
-        verbose=config.option.verbose,
     )

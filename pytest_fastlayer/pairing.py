@@ -432,7 +432,7 @@ class Workbench:
             device,
             cost,
             schedule,
-            self._policy(),
+            self.policy(),
             self.progress,
             tolerance,
         )
@@ -490,7 +490,7 @@ class Workbench:
             )
         except stats.SamplesError as error:
             return Arm(name=name, verdict=error.verdict, reason=str(error), accuracy=measured)
-        policy = replace(self._policy(), require_baseline=False)
+        policy = replace(self.policy(), require_baseline=False)
         judged = gate.judge(
             CaseRecord(verdict=Verdict.ACCURATE, accuracy=measured, timing=summary, probes=watched),
             None,
@@ -528,7 +528,8 @@ class Workbench:
 
     # -- verdict --------------------------------------------------------------------------------
 
-    def _policy(self) -> gate.Policy:
+    def policy(self) -> gate.Policy:
+        """The gate's rules for this item."""
         return make_policy(self.settings, family_size=self.family_size)
 
     def _judge(self, pair: Pair, case: CaseRecord, header: Mapping[str, Any]) -> CaseRecord:
@@ -548,7 +549,7 @@ class Workbench:
             stored,
             name=pair.name,
             device=device,
-            policy=self._policy(),
+            policy=self.policy(),
             baseline_path=path.name,
             software=Software.model_validate(header["software"]),
         )

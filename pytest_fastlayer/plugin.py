@@ -217,8 +217,6 @@ class Recorder:
                 color = terminalreporter.hasmarkup
                 for line in terminal.summary(outcome.record, color=color, merge=outcome.merge):
                     terminalreporter.write_line(line)
-        for notice in run.notices:
-            terminalreporter.write_line(f"fastlayer: {notice}", yellow=True)
         for error in run.errors:
             terminalreporter.write_line(f"fastlayer: {error}", red=True, bold=True)
         if terminalreporter.verbosity >= 0:

@@ -21,13 +21,12 @@ from scipy import stats as distributions
 
 from pytest_fastlayer import environment, gate, measurement
 from pytest_fastlayer import statistics as stats
+from pytest_fastlayer.calibrate import ACCURATE
 from pytest_fastlayer.measurement import Feed, Schedule
 from pytest_fastlayer.records import (
-    Accuracy,
     CaseRecord,
     RunRecord,
     Timing,
-    ToleranceRecord,
     Verdict,
 )
 
@@ -36,16 +35,6 @@ SCHEDULE = Schedule(
     pairs=24, settle_s=0.02, block_ms=2.0, budget_s=10.0, l2="warm", min_effect=0.01
 )
 ALPHA = 0.05
-_EXACT = Accuracy(
-    trials=1,
-    seeds=(0,),
-    failed=0,
-    nonfinite=0,
-    total=1,
-    max_abs=0,
-    budget_used=0,
-    tolerance=ToleranceRecord(atol=0, rtol=0),
-)
 
 
 def workload(device: torch.device) -> Callable[[], Any]:
@@ -66,7 +55,7 @@ def gate_once(
     timing, _ = measurement.measure(
         function, function, Feed(()), device, (0.0, 0.0), SCHEDULE, policy, lambda text: None
     )
-    case = CaseRecord(verdict=Verdict.ACCURATE, accuracy=_EXACT, timing=timing)
+    case = ACCURATE.model_copy(update={"timing": timing})
     where = environment.device_record(device)
     alone = gate.judge(case, None, name="self", device=where, policy=policy)
     if previous is None:
@@ -110,20 +99,23 @@ def _claim(case: CaseRecord) -> str:
 
 
 def _regression(case: CaseRecord) -> str:
-    return case.verdict if case.verdict is Verdict.SLOWER else _faster(case)
-
-
-def _faster(case: CaseRecord) -> str:
+    """SLOWER by the gate's own verdict; FASTER where the stored figure would be beaten."""
     comparison = case.comparison
     assert comparison is not None
+    if case.verdict is Verdict.SLOWER:
+        return case.verdict
     gained = comparison.ci is not None and comparison.ci[0] > 1 + comparison.threshold
     return "FASTER" if gained else "NONE"
 
 
+def alarms_in(verdicts: Counter[str]) -> tuple[int, int]:
+    """Alarms and gates."""
+    return verdicts["FASTER"] + verdicts["SLOWER"], sum(verdicts.values())
+
+
 def report(kind: str, verdicts: Counter[str]) -> str:
     """Alarms, their share, and its exact 95% interval (Clopper & Pearson 1934)."""
-    total = sum(verdicts.values())
-    alarms = verdicts["FASTER"] + verdicts["SLOWER"]
+    alarms, total = alarms_in(verdicts)
     interval = distributions.binomtest(alarms, total).proportion_ci() if total else None
     ends = f" [{interval.low:.1%}, {interval.high:.1%}]" if interval else ""
     share = alarms / total if total else 0.0
@@ -143,8 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(report("regressions", against))
     excessive = False
     for verdicts in (alone, against):
-        total = sum(verdicts.values())
-        alarms = verdicts["FASTER"] + verdicts["SLOWER"]
+        alarms, total = alarms_in(verdicts)
         if total:
             p = distributions.binomtest(alarms, total, ALPHA, alternative="greater").pvalue
             excessive |= bool(p < 0.05)

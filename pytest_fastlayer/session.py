@@ -47,7 +47,6 @@ class Run:
     cases: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)  #: case name -> nodeid
     errors: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     written: list[Path] = field(default_factory=list)
 
