@@ -116,6 +116,25 @@ class TransformerConfig:
     def flops(self) -> int:
         return self.projection_flops + self.attention_flops
 
+    @property
+    def minimal_flops(self) -> int:
+        """Floating-point operations that a forward's result requires, two per multiply-add.
+
+        Every linear layer, ``2 L B N (4 d^2 + 2 d FFN)``, and q k^T and p v over the visible
+        (query, key) pairs alone: ``4 L B d P``, with ``P = N (N + 1) / 2`` under a causal mask,
+        which hides the upper triangle, and ``N^2`` without one. The halving is how causal
+        attention's throughput is stated since FlashAttention-2 (Dao 2023, sec. 4.1), here with the
+        diagonal, which is visible. Normalisation, softmax, GELU and residuals, a few operations
+        an element, are left out, as is usual (Kaplan et al. 2020, sec. 2.1).
+        """
+        pairs = self.seq_len * (self.seq_len + 1) // 2 if self.causal else self.seq_len**2
+        attention = 4 * self.num_layers * self.batch_size * self.d_model * pairs
+        return self.projection_flops + attention
+
+    def minimal_bytes(self, itemsize: int = 4) -> int:
+        """Bytes that must cross the memory bus: input, output and each parameter once."""
+        return (2 * self.activation_elements + self.parameter_count) * itemsize
+
     def activation_bytes(self, itemsize: int = 4) -> int:
         return self.activation_elements * itemsize
 

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from pytest_fastlayer.accuracy import Tolerance, assert_elementwise, compare
     from pytest_fastlayer.grids import input_scales, padding_ratios
     from pytest_fastlayer.immutable import freeze
-    from pytest_fastlayer.records import CaseRecord, RunRecord, Verdict
+    from pytest_fastlayer.records import CaseRecord, RunRecord, Verdict, Work
 
 _HOMES = {
     "CaseRecord": "records",
     "RunRecord": "records",
     "Tolerance": "accuracy",
     "Verdict": "records",
+    "Work": "records",
     "assert_elementwise": "accuracy",
     "compare": "accuracy",
     "freeze": "immutable",
@@ -32,6 +33,7 @@ __all__ = [
     "RunRecord",
     "Tolerance",
     "Verdict",
+    "Work",
     "assert_elementwise",
     "compare",
     "freeze",

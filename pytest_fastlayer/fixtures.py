@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pytest_fastlayer.accuracy import Comparison, Tolerance
     from pytest_fastlayer.immutable import FrozenReference
     from pytest_fastlayer.pairing import Marks, Workbench
-    from pytest_fastlayer.records import CaseRecord, Timing
+    from pytest_fastlayer.records import CaseRecord, Timing, Work
 
 SETTINGS = pytest.StashKey[Settings]()
 RUN = pytest.StashKey[Run]()
@@ -194,6 +194,7 @@ class Paired:
         inputs: Callable[[int], Any],
         label: str = "",
         workload: Mapping[str, JsonValue] | None = None,
+        work: Work | Mapping[str, float] | None = None,
         reference_kind: str = "other",
         tolerance: Tolerance | None = None,
         float64: Callable[..., Any] | None = None,
@@ -211,6 +212,8 @@ class Paired:
                 It must give the same values for the same seed, and fresh storage at each call.
             label: The row's name in tables.
             workload: Facts that make two measurements comparable (shape, dtype, ...).
+            work: ``{"flops": ..., "bytes": ...}`` of one forward by the minimal algorithm, for
+                the roofline of the report; it decides nothing.
             reference_kind: ``"dense"`` or ``"other"`` count in the geometric mean; ``"oracle"``
                 makes the ratio diagnostic.
             tolerance: What this pair promises; by default the test's marker, else 0.002 or 2%.
@@ -228,6 +231,7 @@ class Paired:
         """
         from pytest_fastlayer import pairing
         from pytest_fastlayer.immutable import FrozenReference, freeze
+        from pytest_fastlayer.records import Work
 
         frozen = reference if isinstance(reference, FrozenReference) else freeze(reference)
         pair = pairing.Pair(
@@ -237,6 +241,7 @@ class Paired:
             inputs=inputs,
             label=label,
             workload=dict(workload or {}),
+            work=None if work is None else Work.model_validate(work),
             reference_kind=reference_kind,
             tolerance=tolerance,
             float64=float64,

@@ -52,6 +52,7 @@ from pytest_fastlayer.records import (
     Software,
     Timing,
     Verdict,
+    Work,
 )
 from pytest_fastlayer.session import make_policy
 
@@ -86,6 +87,7 @@ class Pair:
     inputs: Inputs
     label: str = ""
     workload: Mapping[str, JsonValue] = field(default_factory=dict)
+    work: Work | None = None
     reference_kind: str = "other"
     tolerance: accuracy.Tolerance | None = None
     float64: Callable[..., Any] | None = None
@@ -300,6 +302,7 @@ class Workbench:
             reason=reason,
             label=pair.label or pair.name,
             workload=dict(pair.workload),
+            work=pair.work,
             reference_sha256=pair.reference.sha256,
             reference_kind=pair.reference_kind,  # type: ignore[arg-type]
             precision=environment.precision_record(),

@@ -270,6 +270,18 @@ def _refuse_unearned_speed(
         raise ValueError("a timing needs an accuracy with no failed element")
 
 
+class Work(Model):
+    """What one forward must do at the least, whoever computes it: a roofline's two coordinates.
+
+    Both are of the *minimal* algorithm, so that no candidate is credited for work it need not do:
+    ``flops`` the floating-point operations that the result requires, ``bytes`` what must cross
+    the memory bus once (inputs, parameters, output).
+    """
+
+    flops: Positive
+    bytes: Positive
+
+
 class Comparison(Model):
     """The candidate's speedup now over the stored one: below 1 is slower."""
 
@@ -289,6 +301,7 @@ class CaseRecord(Model):
     reason: str = ""
     label: str = ""
     workload: dict[str, JsonValue] = Field(default_factory=dict)
+    work: Work | None = None
     reference_sha256: Sha256 | None = None
     reference_kind: Literal["dense", "oracle", "other"] = "other"
     precision: Precision | None = None

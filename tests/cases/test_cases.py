@@ -46,6 +46,11 @@ def workload(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
+def work(config: TransformerConfig) -> dict[str, float]:
+    """The minimal algorithm's operations and bytes, float32 at both ends, for the roofline."""
+    return {"flops": config.minimal_flops, "bytes": config.minimal_bytes()}
+
+
 def inputs(config: TransformerConfig, device: str, seed: int) -> tuple[Any, ...]:
     x, mask = make_inputs(config, seed, device)
     return (x,) if mask is None else (x, mask)
@@ -154,6 +159,7 @@ def test_case(case_id, paired):
         reference=freeze(reference, source=inspect.getfile(reference_class)),
         candidate=build(reference, config, policy=policy(device)),
         inputs=partial(inputs, config, device),
+        work=work(config),
         reference_kind="dense",
         describe=describe,
         rivals=rivals(reference, config, device),

@@ -68,6 +68,21 @@ def test_flops_by_hand():
     assert config.flops == projections + attention
 
 
+@pytest.mark.parametrize(("causal", "flops"), [(True, 26880 + 2880), (False, 26880 + 4800)])
+def test_minimal_work_by_hand(causal, flops):
+    # Projections 3 * 10 * 2 * (4 * 64 + 2 * 96) = 26880; attention 4 * 3 * 2 * 8 = 192 for each
+    # visible pair, 15 of them under the causal mask and 25 without.
+    config = TransformerConfig(2, 5, 8, 2, 12, 3, causal)
+    assert config.minimal_flops == flops
+    # Input and output 80 elements each; 288 + 212 + 32 parameters a layer, 16 in the last norm.
+    assert config.minimal_bytes() == 4 * (2 * 80 + 3 * 532 + 16)
+    assert config.minimal_bytes(itemsize=2) == config.minimal_bytes() // 2
+
+
+def test_minimal_work_of_case_1():
+    assert CASES[1].minimal_flops == 6_442_450_944 + 1_082_130_432
+
+
 def test_dense_scores_of_case_14():
     assert CASES[14].score_elements == 5_120_000_000_000
     assert CASES[14].score_bytes(itemsize=2) == 10_240_000_000_000

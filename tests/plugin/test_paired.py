@@ -10,7 +10,7 @@ PASSING = """
 def test_layer_norm(paired):
     module = Eager()
     paired("layer_norm", reference=module, candidate=fast(module), inputs=inputs,
-           workload={"rows": 32})
+           workload={"rows": 32}, work={"flops": 6.0 * 32 * 64, "bytes": 8.0 * 32 * 64})
 """
 
 
@@ -46,6 +46,7 @@ def test_bench_passes_and_records(project, bench, record):
     assert low <= case["timing"]["speedup"] <= high
     assert case["timing"]["aa"] is not None
     assert case["workload"] == {"rows": 32}
+    assert case["work"] == {"flops": 12288, "bytes": 16384}
     result.stdout.fnmatch_lines(["*layer_norm*"])
 
 

@@ -17,6 +17,7 @@ from pytest_fastlayer.records import (
     Timing,
     ToleranceRecord,
     Verdict,
+    Work,
     natural_key,
 )
 
@@ -71,6 +72,15 @@ def test_no_speed_without_a_pass(model, arguments):
 def test_impossible_timings_do_not_construct(changes):
     with pytest.raises(ValidationError):
         timing(**changes)
+
+
+def test_work_is_positive_and_optional():
+    assert CaseRecord(verdict=Verdict.PASS).work is None
+    work = CaseRecord(verdict=Verdict.PASS, work={"flops": 2e9, "bytes": 1e6}).work
+    assert work == Work(flops=2e9, bytes=1e6)
+    for wrong in ({"flops": 0, "bytes": 1}, {"flops": 1}, {"flops": 1, "bytes": float("inf")}):
+        with pytest.raises(ValidationError):
+            CaseRecord(verdict=Verdict.PASS, work=wrong)
 
 
 def test_cases_come_in_natural_order():
