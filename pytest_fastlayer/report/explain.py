@@ -93,7 +93,8 @@ _SOURCES = {
 
 def explain(name: str, case: CaseRecord) -> list[str]:
     """The explanation of one case, one sentence or point a line."""
-    lines = [f"{label(name, case)}: {case.verdict.value}"]
+    # Once more as a whole: a label of ":" must not make the line a runner's command.
+    lines = [text.plain(f"{label(name, case)}: {case.verdict.value}")]
     if case.reason:
         lines.append(text.plain(case.reason, 1000))
     lines += ["", f"The rule. {RULES[case.verdict]}"]

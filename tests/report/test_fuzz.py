@@ -1,0 +1,281 @@
+"""From any file to any artefact: refused with file and place, or shown without becoming markup.
+
+One property over readers and writers together. A full record is damaged in a few places, as a
+hostile or broken file would be; whatever still reads must come out of every format as text. A
+plain run takes some examples; ``FASTLAYER_FUZZ=100000`` takes so many, from fresh seeds.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import xml.etree.ElementTree as ET
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from makers import accuracy, run, timing, unsupported
+from test_html import ATTACKS, Page, full_case
+from test_terminal import change
+
+from pytest_fastlayer.baselines import BaselineError, parse
+from pytest_fastlayer.records import (
+    Clocks,
+    ForwardsPerBlock,
+    RootMeanSquare,
+    RunRecord,
+    Settings,
+    Verdict,
+)
+from pytest_fastlayer.report import explain, github, html, junit, markdown, plots, terminal
+from pytest_fastlayer.report import text as texts
+
+LONG = int(os.environ.get("FASTLAYER_FUZZ", "0"))
+fuzz = settings(
+    max_examples=LONG or 80,
+    derandomize=not LONG,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def full_record() -> RunRecord:
+    """A record in which every optional part is there."""
+    everything = full_case(
+        accuracy=accuracy(rms_vs_float64=RootMeanSquare(candidate=1e-4, reference=2e-4)),
+        timing=timing(
+            dropped_pairs=2,
+            dropped_reasons=("clock moved (2)",),
+            warnings=("hot",),
+            extensions=1,
+            forwards_per_block=ForwardsPerBlock(reference=12, candidate=50),
+            clocks=Clocks(sm_mhz_min=1700, sm_mhz_max=1980, throttle_reasons=("power",)),
+        ),
+        comparison=change(changed_since=("torch 1 -> 2",), provenance="published"),
+    )
+    return run(
+        {"a": everything, "huge": unsupported(), "b": full_case(verdict=Verdict.SLOWER)},
+        notes=("a note",),
+        settings=Settings(pairs=6, settle_s=1, block_ms=50, min_effect=0.01),
+    )
+
+
+DOCUMENT: dict[str, Any] = json.loads(full_record().to_json())
+
+
+def places(data: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place of a JSON document, as the keys that lead to it."""
+    found = []
+    for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+        found.append((*prefix, key))
+        if isinstance(value, dict | list):
+            found += places(value, (*prefix, key))
+    return found
+
+
+hostile_text = st.one_of(
+    st.sampled_from(ATTACKS),
+    st.text(max_size=12),
+    st.text(alphabet="a|<>`\"'\n\r\\*_[](){}@#!&;:%$=~- \x00\x1b\u202e\u2028\ud800é", max_size=16),
+)
+numbers = st.one_of(
+    st.integers(-3, 3),
+    st.integers(),
+    st.floats(),
+    st.sampled_from([0.0, -0.0, 1e308, 5e-324, 1e-300, 2**53, 10**30, float("nan"), float("inf")]),
+)
+values = st.recursive(
+    st.none() | st.booleans() | numbers | hostile_text,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(hostile_text, inner, max_size=4),
+    max_leaves=8,
+)
+PLACES = st.sampled_from(places(DOCUMENT))
+damage = st.lists(
+    st.one_of(
+        st.tuples(st.just("set"), PLACES, values),
+        st.tuples(st.just("text"), PLACES, hostile_text),
+        st.tuples(st.just("number"), PLACES, numbers),
+        st.tuples(st.just("scale"), PLACES, st.sampled_from([0.0, -1.0, 1e3, 1e-3, 1e300, 1e-300])),
+        st.tuples(st.just("remove"), PLACES, st.none()),
+        st.tuples(st.just("rename"), PLACES, hostile_text),
+        st.tuples(st.just("copy"), PLACES, PLACES),
+    ),
+    min_size=1,
+    max_size=5,
+)
+Damage = list[tuple[str, tuple[Any, ...], Any]]
+
+
+def look(data: Any, place: tuple[Any, ...]) -> Any:
+    for key in place:
+        data = data[key]
+    return data
+
+
+def damaged(changes: Damage) -> dict[str, Any]:
+    """The full document after the changes; a change whose place is gone is passed over."""
+    data = copy.deepcopy(DOCUMENT)
+    for kind, place, given in changes:
+        try:
+            parent, key = look(data, place[:-1]), place[-1]
+            old = parent[key]
+            if kind in ("set", "number"):
+                parent[key] = given
+            elif kind == "text":
+                parent[key] = given if isinstance(old, str) else old
+            elif kind == "scale":
+                parent[key] = old * given if isinstance(old, int | float) else old
+            elif kind == "copy":
+                parent[key] = copy.deepcopy(look(data, given))
+            elif kind == "rename" and isinstance(parent, dict):
+                parent[given] = parent.pop(key)
+            elif kind == "remove":
+                del parent[key]
+        except (KeyError, IndexError, TypeError, OverflowError):
+            continue
+    return data
+
+
+def read(text: str) -> RunRecord | None:
+    """The record, or None for a proper refusal. Anything else is a failure of the reader."""
+    try:
+        record = parse(text, source="fuzz.json")
+    except BaselineError as error:
+        for line in str(error).split("\n"):
+            assert re.match(r"fuzz\.json(:\d+:\d+)?: ", line), line
+            assert line.isprintable()
+            assert len(line) < 1000
+        return None
+    assert parse(record.to_json(), source="again") == record
+    return record
+
+
+def as_lines(lines: list[str]) -> None:
+    """Nothing that a terminal or a CI runner would obey."""
+    for line in lines:
+        assert line.isprintable()
+        assert not line.lstrip().startswith(("::", "##["))
+        line.encode()
+
+
+def shown_everywhere(record: RunRecord) -> None:
+    """Every format shows the record, and nothing in it has become markup."""
+    as_lines(terminal.summary(record))
+    for command in github.commands(record):
+        assert command.isprintable()
+        assert re.match(r"::(error|notice) (file=[^,:]*,)?title=[^,:]*::", command)
+    for name, case in record.cases.items():
+        as_lines(explain.explain(name, case))
+    document = markdown.table(record)
+    rows = [line for line in document.splitlines() if line.startswith("|")]
+    assert len({row.count("|") for row in rows}) <= 1
+    assert not re.search(r"<(?!/?sub>)|\x1b|`", document)
+    suite = ET.fromstring(junit.render(record).encode()).find("testsuite")
+    assert suite is not None
+    assert len(suite.findall("testcase")) == len(record.cases)
+    source = html.render([record])
+    assert "\x1b" not in source
+    page = Page(source)
+    assert page.count("script") == 1
+    assert {tag for tag, _ in page.tags} <= HARMLESS
+    for tag, attributes in page.tags:
+        assert not any(name.startswith("on") for name in attributes)
+        for name in ("src", "href", "xlink:href", "action"):
+            address = attributes.get(name) or "#"
+            assert address.startswith(("#", "data:,")), (tag, name, address)
+
+
+HARMLESS = {tag for tag, _ in Page(html.render([full_record()])).tags}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_drawing():
+    """matplotlib is what takes the time, and has tests of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("intervals", "pairs", "shares", "trace", "history"):
+            patch.setattr(plots, name, lambda *_, **__: "<svg></svg>")
+        yield
+
+
+def test_the_full_record_is_shown():
+    record = read(json.dumps(DOCUMENT))
+    assert record == full_record()
+    shown_everywhere(record)
+
+
+@fuzz
+@given(damage)
+def test_damaged_records(changes):
+    record = read(json.dumps(damaged(changes)))
+    if record is not None:
+        shown_everywhere(record)
+
+
+@fuzz
+@given(hostile_text, hostile_text)
+def test_hostile_text_in_every_place(one, two):
+    """Every string of the record at once, so that each way out meets it."""
+
+    def poisoned(value: Any, keep: bool = False) -> Any:
+        if isinstance(value, dict):
+            return {k: poisoned(v, k in CLOSED) for k, v in value.items()}
+        if isinstance(value, list):
+            return [poisoned(v) for v in value]
+        return value if keep or not isinstance(value, str) else f"{one}{two}"
+
+    data = poisoned(DOCUMENT)
+    data["cases"] = {f"{two}{i}": case for i, case in enumerate(data["cases"].values())}
+    for case in data["cases"].values():
+        case["workload"] = {one: two, "nested": {two: [one]}}
+        case["objections"] = {one: [two]}
+    record = read(json.dumps(data))
+    if record is not None:
+        shown_everywhere(record)
+
+
+#: Fields whose values are from a closed list, so that text in them is refused, not shown.
+CLOSED = frozenset(
+    {
+        "verdict",
+        "type",
+        "float32_matmul_precision",
+        "mode",
+        "clock",
+        "l2",
+        "arm",
+        "provenance",
+        "reference_kind",
+        "reference_sha256",
+    }
+)
+
+
+@fuzz
+@given(st.integers(0, len(json.dumps(DOCUMENT))), hostile_text, st.integers(0, 40))
+def test_truncated_and_overwritten(cut, junk, lost):
+    text = json.dumps(DOCUMENT)
+    read(text[:cut])
+    record = read(text[:cut] + junk + text[cut + lost :])
+    if record is not None:
+        shown_everywhere(record)
+
+
+@fuzz
+@given(values)
+@example([])
+@example({"schema_version": 1})
+def test_foreign_json(value):
+    record = read(json.dumps(value))
+    assert record is None
+
+
+@fuzz
+@given(st.text(max_size=80) | hostile_text)
+@example("\x1b[2J\x1b]0;x\x07")
+def test_plain_is_idempotent(given_text):
+    once = texts.plain(given_text, 100)
+    assert texts.plain(once, 100) == once
