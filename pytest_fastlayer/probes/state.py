@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as nn_module
 
+from pytest_fastlayer.probes import lazy
+
 #: Settings that change what other code computes, or how fast.
 _SETTINGS: Mapping[str, Callable[[], object]] = {
     "the number of threads": torch.get_num_threads,
@@ -42,7 +44,14 @@ _SETTINGS: Mapping[str, Callable[[], object]] = {
     "memory-efficient SDPA": torch.backends.cuda.mem_efficient_sdp_enabled,
     "math SDPA": torch.backends.cuda.math_sdp_enabled,
     "cuDNN SDPA": torch.backends.cuda.cudnn_sdp_enabled,
-    "the order of SDPA backends": lambda: torch._C._get_sdp_priority_order(),
+    lazy.ORDER: lambda: torch._C._get_sdp_priority_order(),
+    "reduced precision in math SDPA": torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
+    "fp16 accumulation": lambda: torch.backends.cuda.matmul.allow_fp16_accumulation,
+    "the preferred BLAS library": torch.backends.cuda.preferred_blas_library,
+    "the preferred linear algebra library": torch.backends.cuda.preferred_linalg_library,
+    "the filling of uninitialised memory": lambda: (
+        torch._C._get_deterministic_fill_uninitialized_memory()
+    ),
     "torch function modes": lambda: torch._C._len_torch_function_stack(),
     "torch dispatch modes": lambda: torch._C._len_torch_dispatch_stack(),
     "kernels of aten operators": lambda: _replaced_kernels(),

@@ -13,7 +13,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from pytest_fastlayer import records
-from pytest_fastlayer.probes import namespaces, state
+from pytest_fastlayer.probes import lazy, namespaces, state
 
 
 class Watch:
@@ -51,9 +51,10 @@ class Watch:
 
 def _sealed() -> dict[str, Callable[..., Any]]:
     """The four questions of a Watch, as closures over the present state."""
-    intact = _guard(sys.modules[__name__], namespaces, state, builtins)
+    intact = _guard(sys.modules[__name__], namespaces, state, lazy, builtins)
     spaces, bodies = namespaces.snapshot()
     modules = namespaces.own_modules()
+    decided, as_decided = lazy.is_decided(), lazy.as_decided
     before = state.global_state()
     compare, read, judge = namespaces.replaced, state.global_state, state.changed
     make_record = records.Probe
@@ -64,7 +65,7 @@ def _sealed() -> dict[str, Callable[..., Any]]:
         return edited if edited else compare(spaces, bodies, modules)
 
     def settings() -> list[str]:
-        return [] if intact() else judge(before, read())
+        return [] if intact() else judge(before if decided else as_decided(before), read())
 
     def changes() -> list[str]:
         found = []

@@ -9,7 +9,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -61,6 +61,14 @@ def _setting(get: Callable[[], Any], put: Callable[[Any], object], value: Any) -
     return change
 
 
+@contextmanager
+def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    kept = getattr(owner, name)
+    setattr(owner, name, value)
+    yield
+    setattr(owner, name, kept)
+
+
 def _enter(make: Callable[[], Any]) -> Any:
     return lambda patch, stack: stack.enter_context(make())
 
@@ -95,6 +103,20 @@ SETTINGS: dict[str, Callable[[Patch, ExitStack], object]] = {
     ),
     "math SDPA": _setting(
         torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, False
+    ),
+    "the order of SDPA backends": _setting(
+        torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order, [2, 1, 0, 3, 4]
+    ),
+    "fp16 accumulation": _enter(
+        lambda: _attribute(torch.backends.cuda.matmul, "allow_fp16_accumulation", True)
+    ),
+    "reduced precision in math SDPA": _setting(
+        torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
+        True,
+    ),
+    "the filling of uninitialised memory": _enter(
+        lambda: _attribute(torch.utils.deterministic, "fill_uninitialized_memory", False)
     ),
     "torch function modes": _enter(_Mode),
     "kernels of aten operators": _kernel,
