@@ -108,7 +108,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("trace", "write a profiler trace for each case and arm", str, metavar="DIR"),
     Option("aa", "a full-length A/A control for every case"),
     Option("pairs", "timed pairs per case", _count, ini=True, metavar="N"),
-    Option("settle", "seconds each arm runs before timing", _seconds, ini=True, metavar="S"),
+    Option(
+        "settle",
+        "seconds that both arms run, alternating, before timing",
+        _seconds,
+        ini=True,
+        metavar="S",
+    ),
     Option("block-ms", "length of a timed block", _positive_float, ini=True, metavar="MS"),
     Option(
         "budget",

@@ -16,10 +16,10 @@ SETTLE_SHARE = 0.25
 class Plan:
     """The schedule of one case.
 
-    ``pairs`` pairs of blocks (rounded up to whole quads), ``settle_s`` seconds per arm before the
-    first block (None: the clock's default, 10 s on CUDA, 0.5 s on CPU), blocks of ``block_ms``
-    milliseconds, at most ``budget_s`` seconds in all but never fewer than ``min_pairs`` pairs,
-    cache ``l2`` warm or cold.
+    ``pairs`` pairs of blocks (rounded up to whole quads), ``settle_s`` seconds of both arms in
+    alternation before the first block (None: the clock's default, 10 s on CUDA, 0.5 s on CPU),
+    blocks of ``block_ms`` milliseconds, at most ``budget_s`` seconds in all but never fewer than
+    ``min_pairs`` pairs, cache ``l2`` warm or cold.
     """
 
     pairs: int = 100
@@ -48,11 +48,11 @@ class Plan:
         return (self.pairs + 1) // 2
 
     def settle(self, clock: Clock) -> float:
-        """Seconds of settling per arm under this plan's budget."""
+        """Seconds of settling, of both arms together, under this plan's budget."""
         wanted = clock.settle_s if self.settle_s is None else self.settle_s
         if self.budget_s is None:
             return wanted
-        return min(wanted, SETTLE_SHARE * self.budget_s / 2)
+        return min(wanted, SETTLE_SHARE * self.budget_s)
 
     def quads_within(self, quad_s: float, spent_s: float, done: int) -> int:
         """Quads in all, when ``done`` are done, one takes ``quad_s`` and ``spent_s`` is spent.

@@ -147,6 +147,8 @@ class Method(Model):
     clock: Literal["cuda_events", "cpu_clock", "published"]
     l2: Literal["warm", "cold"] = "warm"
     settle_s: NonNegative
+    #: What ``settle_s`` counts: both arms together, in alternation, or each arm by itself.
+    settling: Literal["alternating", "each_arm"] = "each_arm"
     block_ms: Positive
 
 

@@ -50,7 +50,11 @@ class Telemetry:
     def method(self, clock: Clock, plan: Plan) -> records.Method:
         """The record of how it was timed, with the settling that really took place."""
         return records.Method(
-            clock=clock.name, l2=plan.l2, settle_s=self.settle_s, block_ms=plan.block_ms
+            clock=clock.name,
+            l2=plan.l2,
+            settle_s=self.settle_s,
+            settling="alternating",
+            block_ms=plan.block_ms,
         )
 
     def clocks(self) -> records.Clocks | None:

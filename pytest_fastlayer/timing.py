@@ -1,17 +1,18 @@
 """Paired interleaved timing: raw samples of two arms, A = reference and B = candidate.
 
 Blocks run AB BA AB BA: a drift that is linear over a quad cancels in its mean log-ratio. A block
-holds as many forwards as fill ``block_ms``. Both arms settle by wall time before the first block
-(clocks ramp, allocators and caches fill); a budget in seconds shrinks the settling and the number
-of quads, never the pairing. What the clocks, NVML and the host saw beside the samples goes into
-``Telemetry``. The statistics are elsewhere.
+holds as many forwards as fill ``block_ms``. Before the first block both arms settle by wall time
+(clocks ramp, allocators and caches fill), in the same alternation: clock and temperature then
+stand where the timed pattern keeps them, not where one arm alone would. A budget in seconds
+shrinks the settling and the number of quads, never the pairing. What the clocks, NVML and the host
+saw beside the samples goes into ``Telemetry``. The statistics are elsewhere.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pytest_fastlayer.clocks import (
     BlockTime,
@@ -46,8 +47,8 @@ __all__ = [
 _ARMS = {"A": "reference", "B": "candidate"}
 #: Forwards a block may hold: beyond this the Python loop's own list of calls is what is measured.
 MAX_FORWARDS = 1_000_000
-#: Seconds of a settling block: long beside the timer's step, short beside any settling time.
-SETTLE_BLOCK_S = 0.02
+#: A forward of so many seconds says what it costs at once; a quicker one may have been compiling.
+LONG_FORWARD_S = 1.0
 
 Arm = Callable[[], object]
 Progress = Callable[[str], None]
@@ -96,14 +97,14 @@ def measure(
     arms = {"A": reference, "B": candidate}
     if forwards is None or not skip_settle:
         settle = 0.0 if skip_settle else plan.settle(clock)
-        telemetry.settle_s = max(telemetry.settle_s, settle)
-        estimates = [
-            known
-            if (known := cost[i] if cost else 0.0) >= max(1.0, settle)
-            else _settle(arm, settle, clock, plan, report, _ARMS[label])
-            for i, (label, arm) in enumerate(arms.items())
-        ]
-        forwards = forwards or (_fill(estimates[0], plan), _fill(estimates[1], plan))
+        costs = dict(zip(arms, cost or (0.0, 0.0), strict=True))
+        lively = {k: arm for k, arm in arms.items() if costs[k] < max(LONG_FORWARD_S, settle)}
+        if lively:
+            telemetry.settle_s = max(telemetry.settle_s, settle)
+            names = " and ".join(_ARMS[label] for label in lively)
+            report(f"settling {names} for {settle:.1f} s")
+            costs |= _settle(lively, settle, clock, plan)
+        forwards = forwards or (_fill(costs["A"], plan), _fill(costs["B"], plan))
     counts = dict(zip("AB", forwards, strict=True))
     samples: dict[str, list[float]] = {"A": [], "B": []}
     readings: list[dict[str, ClockReading | None]] = []
@@ -155,24 +156,36 @@ def _notice_company(telemetry: Telemetry, monitor: NvmlMonitor | None) -> None:
         telemetry.other_processes = max(telemetry.other_processes, monitor.other_processes())
 
 
-def _settle(
-    arm: Arm, seconds: float, clock: Clock, plan: Plan, report: Progress, name: str
-) -> float:
-    """Run an arm for ``seconds`` of wall time, at least twice unless one call outlasts them.
+def _settle(arms: Mapping[str, Arm], seconds: float, clock: Clock, plan: Plan) -> dict[str, float]:
+    """Run the arms in alternating blocks, AB BA, for ``seconds`` of wall time in all.
 
-    Returns seconds per forward: the median of the last five blocks, so that neither a slow first
+    Each runs at least twice unless one forward takes long. Blocks grow to what is timed. Returns
+    seconds per forward: the median of an arm's last five blocks, so that neither a slow first
     call (lazy compilation, page faults) nor one lucky block decides.
     """
-    report(f"settling the {name} for {seconds:.1f} s")
     cold = plan.l2 == "cold"
+    latest: dict[str, list[float]] = {label: [] for label in arms}
+    forwards = dict.fromkeys(arms, 1)
+
+    def goes_on(label: str) -> bool:
+        seen = latest[label]
+        known = len(seen) > 1 or (len(seen) == 1 and seen[0] >= LONG_FORWARD_S)
+        return not known or _perf_counter() - begin < seconds
+
     begin = _perf_counter()
-    latest = [clock.block(arm, 1, cold=cold).seconds]
-    forwards = 1
-    while _perf_counter() - begin < seconds or (len(latest) == 1 and latest[0] < 1.0):
-        fill = math.ceil(SETTLE_BLOCK_S / max(statistics.median(latest[-5:]), 1e-9))
-        forwards = max(1, min(4 * forwards, fill))
-        latest.append(clock.block(arm, forwards, cold=cold).seconds / forwards)
-    return statistics.median(latest[-5:] if len(latest) > 2 else latest[-1:])
+    order = list(arms)
+    while any(goes_on(label) for label in order):
+        for label in filter(goes_on, order):
+            block = clock.block(arms[label], forwards[label], cold=cold)
+            latest[label].append(block.seconds / forwards[label])
+            fill = _fill(_recent(latest[label]), plan)
+            forwards[label] = min(4 * forwards[label], fill)
+        order.reverse()
+    return {label: _recent(seen) for label, seen in latest.items()}
+
+
+def _recent(seen: list[float]) -> float:
+    return statistics.median(seen[-5:] if len(seen) > 2 else seen[-1:])
 
 
 def _fill(forward_s: float, plan: Plan) -> int:
