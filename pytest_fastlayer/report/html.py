@@ -14,30 +14,27 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from pytest_fastlayer.records import Arm, CaseRecord, RunRecord
-from pytest_fastlayer.report import explain, terminal, text
+from pytest_fastlayer.records import Arm, CaseRecord, RunRecord, natural_key
+from pytest_fastlayer.report import explain, roofline, terminal, text
 from pytest_fastlayer.report import table as tables
-from pytest_fastlayer.report.table import Line, Mood, Table
+from pytest_fastlayer.report.table import Cell, Line, Mood, Table
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
+    from pytest_fastlayer.report.drawings import Plot
+
 #: Plots and traces are drawn for so many cases; the table and the details hold all.
 MAX_PLOTTED = 100
+#: Heading of the roofline's column, and what it means.
+ROOFLINE = "x roofline"
+ROOFLINE_LEGEND = (
+    "x roofline: candidate time over the least that the device's peak rates allow for this work."
+)
 
 
 class ReportDependencyError(ImportError):
     """jinja2 or matplotlib is not installed."""
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A drawing, what it shows, and the keys of its colours (CSS variable, meaning)."""
-
-    title: str
-    note: str
-    svg: Markup
-    keys: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,6 +75,7 @@ class Section:
     table: Table
     details: list[Detail]
     plots: list[Plot]
+    roofline: str  #: why there is no roofline, or whose figures it rests on
     environment: dict[str, str]
     dates: list[str] = field(default_factory=list)
     history: list[Past] = field(default_factory=list)
@@ -121,6 +119,8 @@ def render(records: Sequence[RunRecord]) -> str:
         script=_markup(script),
         script_digest=digest,
         legend=tables.LEGEND,
+        roofline_heading=ROOFLINE,
+        roofline_legend=ROOFLINE_LEGEND,
     )
 
 
@@ -147,7 +147,10 @@ def _by_device(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
 
 
 def _section(number: int, records: list[RunRecord]) -> Section:
+    from pytest_fastlayer.report import drawings
+
     run = records[-1]
+    placed = sum(roofline.point(name, case) is not None for name, case in run.cases.items())
     mean = tables.geometric_mean(run.cases)
     several = len(records) > 1
     return Section(
@@ -157,15 +160,30 @@ def _section(number: int, records: list[RunRecord]) -> Section:
         published=run.provenance == "published",
         mean="-" if mean is None else text.speedup(mean[0]),
         lines=[*tables.summary(run), *tables.explanations(run)],
-        table=tables.build(run),
+        table=_table(run),
         details=[
             _detail(f"s{number}c{i}", name, case, plotted=i < MAX_PLOTTED)
             for i, (name, case) in enumerate(run.cases.items())
         ],
-        plots=_plots(run),
+        plots=drawings.draw(run, MAX_PLOTTED),
+        roofline=roofline.sentence(run.device, len(run.cases), placed),
         environment=_environment(run),
         dates=[_when(record) for record in records] if several else [],
         history=_history(records) if several else [],
+    )
+
+
+def _table(run: RunRecord) -> Table:
+    """The run's table with one more column before the verdict: times the roofline's floor."""
+    built = tables.build(run)
+    peaks = roofline.peaks_of(run.device)
+    times = [roofline.times_floor(case, peaks) for case in run.cases.values()]
+    if not any(times):
+        return built
+    cells = [Cell("" if t is None else f"{text.significant(t, 3)}x", "", t) for t in times]
+    return Table(
+        (*built.headings[:-1], ROOFLINE, built.headings[-1]),
+        tuple((*row[:-1], cell, row[-1]) for row, cell in zip(built.rows, cells, strict=True)),
     )
 
 
@@ -186,102 +204,6 @@ def _value(value: Any) -> str:
     if isinstance(value, tuple | list):
         return ".".join(map(str, value)) if len(value) == 2 else ", ".join(map(str, value))
     return str(value)
-
-
-# --------------------------------------------------------------------------------------------------
-# Plots
-
-
-def _plots(run: RunRecord) -> list[Plot]:
-    from pytest_fastlayer.report import plots
-
-    cases = dict(list(run.cases.items())[:MAX_PLOTTED])
-    bad = {name for name, case in cases.items() if tables.mood(case.verdict) == "bad"}
-    timed = {name: case.timing for name, case in cases.items() if case.timing is not None}
-    unit, scale = tables.time_unit(run)
-    figure = ("--candidate", "figure and interval")
-    red = ("--bad", "red verdict")
-    both = (("--reference", "reference"), ("--candidate", "candidate"))
-    drawn = []
-
-    def add(title: str, note: str, svg: str, *keys: tuple[str, str]) -> None:
-        drawn.append(Plot(title, note, _markup(svg), keys))
-
-    if timed:
-        rows = [
-            plots.Interval(
-                n, t.speedup, *(t.ci or (t.speedup,) * 2), (1, 1 + t.noise_floor), n in bad
-            )
-            for n, t in timed.items()
-        ]
-        add(
-            "Speedup over the reference",
-            "A figure counts where its interval lies right of the noise floor.",
-            plots.intervals(rows, "reference time / candidate time"),
-            figure,
-            ("--band", "1 to 1 + noise floor"),
-            red,
-        )
-        arms = [
-            plots.Two(n, t.reference_s / scale, t.candidate_s / scale) for n, t in timed.items()
-        ]
-        add("Latency", "", plots.pairs(arms, f"time per forward ({unit}, logarithmic)"), *both)
-    changes = {n: c.comparison for n, c in cases.items() if c.comparison is not None}
-    if changes:
-        rows = [
-            plots.Interval(
-                n,
-                c.ratio,
-                *(c.ci or (c.ratio,) * 2),
-                (1 / (1 + c.threshold), 1 + c.threshold),
-                n in bad,
-            )
-            for n, c in changes.items()
-        ]
-        add(
-            "Against the baseline",
-            "Left of 1 is slower; within the band a change cannot be told from noise.",
-            plots.intervals(rows, "speedup now / speedup stored"),
-            figure,
-            ("--band", "combined noise floors"),
-            red,
-        )
-    used = [
-        (n, b) for n, c in cases.items() if c.accuracy and (b := c.accuracy.budget_used) is not None
-    ]
-    if used:
-        add(
-            "Accuracy budget used by the worst element",
-            "1 is the tolerance: a pass at 0.99 is not a pass at 0.4.",
-            plots.shares(used, "share of the tolerance"),
-        )
-    peaks = [
-        plots.Two(n, c.peak_mib.reference, c.peak_mib.candidate)
-        for n, c in cases.items()
-        if c.peak_mib and (c.peak_mib.reference or c.peak_mib.candidate)
-    ]
-    if peaks:
-        add("Peak memory", "", plots.pairs(peaks, "MiB above the start (logarithmic)"), *both)
-    controls = [
-        plots.Interval(n, *_control(t.aa.speedup, t.aa.ci), (-f, f), False)
-        for n, t in timed.items()
-        if t.aa is not None and (f := 100 * t.noise_floor) is not None
-    ]
-    if controls:
-        add(
-            "A/A control: one arm against itself",
-            "What is left here is the method's own error; the floor must cover it.",
-            plots.intervals(controls, "deviation from 1 (%)", log=False),
-            figure,
-            ("--band", "noise floor"),
-        )
-    return drawn
-
-
-def _control(speedup: float, ci: tuple[float, float] | None) -> tuple[float, float, float]:
-    """Value, low and high of an A/A control, in percent from one."""
-    low, high = ci or (speedup, speedup)
-    return 100 * (speedup - 1), 100 * (low - 1), 100 * (high - 1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -344,7 +266,8 @@ def _history(records: list[RunRecord]) -> list[Past]:
     from pytest_fastlayer.report import plots
 
     past = []
-    for name in dict.fromkeys(name for record in records for name in record.cases):
+    names = {name for record in records for name in record.cases}
+    for name in sorted(names, key=natural_key):
         cases = [record.cases.get(name) for record in records]
         timings = [case.timing if case is not None else None for case in cases]
         if not any(timings):

@@ -8,12 +8,13 @@ All functions take plain values and return SVG markup.
 from __future__ import annotations
 
 import io
+import math
 import re
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -21,6 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from pytest_fastlayer.report import text
+from pytest_fastlayer.report.roofline import TERA, Peaks, Point
 
 WIDTH = 5.0
 ROW = 0.29
@@ -58,7 +60,7 @@ _SETTINGS: dict[Any, Any] = {  # matplotlib's stubs want a literal for every key
     "lines.solid_capstyle": "round",
 }
 #: Ticks of a logarithmic axis: (range as a ratio, steps within a decade).
-_STEPS = ((30, (1, 1.5, 2, 3, 5, 7)), (1e5, (1, 2, 5)), (float("inf"), (1,)))
+_STEPS = ((30, (1, 1.5, 2, 3, 5, 7)), (300, (1, 2, 5)), (1e5, (1, 3)), (float("inf"), (1,)))
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,35 @@ def shares(rows: Sequence[tuple[str, float]], axis: str) -> str:
         return _svg(figure, axis)
 
 
+def roofline(points: Sequence[Point], peaks: Peaks) -> str:
+    """TFLOP/s over FLOP a byte, both arms of each case, under the roofs of fp16 and TF32."""
+    with _drawing((points, peaks), {"axes.spines.left": True}):
+        figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
+        axes = figure.subplots()
+        xs = [_bounded(point.intensity) for point in points]
+        arms = [(_bounded(p.reference / TERA), _bounded(p.candidate / TERA)) for p in points]
+        ridge = peaks.fp16 / peaks.bandwidth
+        left, right = min(*xs, ridge) / 3, max(*xs, ridge) * 3
+        for rate, style in ((peaks.fp16, "-"), (peaks.tf32, "--")):
+            corners = [left, min(max(rate / peaks.bandwidth, left), right), right]
+            roof = [peaks.attainable(x, rate) / TERA for x in corners]
+            axes.plot(corners, roof, style, color=MUTED, linewidth=1.2, zorder=2)
+        for x, (reference, candidate) in zip(xs, arms, strict=True):
+            axes.plot((x, x), (reference, candidate), color=BAND, linewidth=2, zorder=1)
+            axes.plot([x], [reference], "o", color=REFERENCE, markersize=5, zorder=3)
+            axes.plot([x], [candidate], "o", color=CANDIDATE, markersize=5, zorder=4)
+        low = min(*map(min, arms), peaks.attainable(left, peaks.tf32) / TERA) / 2
+        _log_scale(axes, "x", left, right)
+        _log_scale(axes, "y", low, 2 * max(peaks.fp16 / TERA, *map(max, arms)))
+        names = [point.name for point in points]
+        _label(axes, list(zip(xs, (candidate for _, candidate in arms), names, strict=True)))
+        axes.grid(axis="both")
+        axes.set_axisbelow(True)
+        axes.set_xlabel("arithmetic intensity (FLOP / byte)")
+        axes.set_ylabel("TFLOP / s")
+        return _svg(figure, "achieved floating-point rate under the device's roofline")
+
+
 def trace(ratios: Sequence[float], point: float, ci: tuple[float, float] | None) -> str:
     """The ratio of each pair in measured order, so that drift is seen; line and band as judged."""
     with _drawing(ratios, {"axes.spines.left": True}):
@@ -185,6 +216,31 @@ def _rows(names: Sequence[str]) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def _label(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None:
+    """Names beside points of two logarithmic axes, moved down where they would overlap."""
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    # Height and width of a text in decades: so many points of the plot's own size.
+    line = 9.0 / (3.4 * 72 * 0.8) * math.log10(top / bottom)
+    letter = 5.5 / (WIDTH * 72 * 0.85) * math.log10(right / left)
+    placed: list[tuple[float, float, float]] = []
+    for x, y, name in sorted(points, key=lambda point: -point[1]):
+        shown = text.plain(name, 10)
+        start, height = math.log10(x), math.log10(y)
+        for other_start, other_end, other_height in placed:
+            apart = other_end < start or start + letter * len(shown) < other_start
+            if not apart and other_height - height < line:
+                height = other_height - line
+        placed.append((start, start + letter * len(shown), height))
+        axes.annotate(
+            shown,
+            (x, 10**height),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+
+
 def _bounded(value: float) -> float:
     """Within twelve decades of one: a figure beyond is broken, and must not break the plot."""
     return min(max(value, 1e-12), 1e12)
@@ -192,16 +248,20 @@ def _bounded(value: float) -> float:
 
 def _log_axis(axes: Axes, values: Sequence[float]) -> None:
     low, high = _bounded(min(values)), _bounded(max(values))
-    axes.set_xscale("log")
-    axes.set_xlim(low / (high / low) ** 0.05 / 1.01, high * (high / low) ** 0.05 * 1.01)
-    left, right = axes.get_xlim()
-    if right / left < 4:  # less than a decade: evenly spaced figures read best
-        ticks = list(MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(left, right))
+    margin = (high / low) ** 0.05 * 1.01
+    _log_scale(axes, "x", low / margin, high * margin)
+
+
+def _log_scale(axes: Axes, which: Literal["x", "y"], low: float, high: float) -> None:
+    """A logarithmic axis from ``low`` to ``high`` with plain figures at its ticks."""
+    axes.set(**{f"{which}scale": "log", f"{which}lim": (low, high)})
+    if high / low < 4:  # less than a decade: evenly spaced figures read best
+        ticks = list(MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high))
     else:
-        steps = next(steps for limit, steps in _STEPS if right / left < limit)
-        ticks = [step * 10.0**decade for decade in range(-12, 13) for step in steps]
-    ticks = [tick for tick in ticks if left <= tick <= right]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        steps = next(steps for limit, steps in _STEPS if high / low < limit)
+        ticks = [step * 10.0**decade for decade in range(-13, 14) for step in steps]
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    axes.set(**{f"{which}ticks": ticks, f"{which}ticklabels": [f"{tick:g}" for tick in ticks]})
     axes.minorticks_off()
 
 

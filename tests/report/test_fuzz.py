@@ -119,20 +119,20 @@ def look(data: Any, place: tuple[Any, ...]) -> Any:
 def damaged(changes: Damage) -> dict[str, Any]:
     """The full document after the changes; a change whose place is gone is passed over."""
     data = copy.deepcopy(DOCUMENT)
-    for kind, place, given in changes:
+    for kind, place, value in changes:
         try:
             parent, key = look(data, place[:-1]), place[-1]
             old = parent[key]
             if kind in ("set", "number"):
-                parent[key] = given
+                parent[key] = value
             elif kind == "text":
-                parent[key] = given if isinstance(old, str) else old
+                parent[key] = value if isinstance(old, str) else old
             elif kind == "scale":
-                parent[key] = old * given if isinstance(old, int | float) else old
+                parent[key] = old * value if isinstance(old, int | float) else old
             elif kind == "copy":
-                parent[key] = copy.deepcopy(look(data, given))
+                parent[key] = copy.deepcopy(look(data, value))
             elif kind == "rename" and isinstance(parent, dict):
-                parent[given] = parent.pop(key)
+                parent[value] = parent.pop(key)
             elif kind == "remove":
                 del parent[key]
         except (KeyError, IndexError, TypeError, OverflowError):
