@@ -206,6 +206,24 @@ class Recorder:
         run.complete = not (stopped or narrowed(session))
         if not run.finish() and exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        self._describe_suite()
+
+    def _describe_suite(self) -> None:
+        """Device and software as properties of the suite in pytest's ``--junitxml``.
+
+        By the controller's own writer, not by the ``record_testsuite_property`` fixture: what a
+        test records in an xdist worker never reaches the file. pytest writes it after this hook.
+        """
+        from _pytest.junitxml import xml_key
+
+        xml = self.config.stash.get(xml_key, None)
+        if xml is None or not self.run.outcomes:
+            return
+        from pytest_fastlayer.report import junit
+
+        records = [outcome.record for outcome in self.run.outcomes]
+        for name, value in junit.suite_properties(records).items():
+            xml.add_global_property(name, value)
 
     def pytest_terminal_summary(self, terminalreporter: TerminalReporter) -> None:
         run = self.run

@@ -1,6 +1,11 @@
-"""JUnit XML of a comparison, by junit-xml. A run under pytest has pytest's own ``--junitxml``."""
+"""JUnit XML of a comparison, by junit-xml; and what pytest's own ``--junitxml`` is told of a run.
+
+Properties belong to the suite: a property of a single test case is not in the xunit2 schema.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from junit_xml import TestCase, TestSuite, to_xml_report_string
 
@@ -11,16 +16,40 @@ from pytest_fastlayer.report import text
 
 def render(run: RunRecord, suite: str = "fastlayer-gate") -> str:
     """The XML document: one test case a case; red verdicts are failures, UNSUPPORTED is skipped."""
-    properties = {
-        "device": text.plain(run.device.name),
-        "commit": text.plain(run.commit or "unknown"),
-        "created": text.plain(run.created),
-        "schema_version": str(run.schema_version),
-    }
     cases = [_case(name, case, suite) for name, case in run.cases.items()]
-    document = TestSuite(suite, cases, properties=properties)
+    document = TestSuite(suite, cases, properties=properties(run))
     xml: str = to_xml_report_string([document], encoding="utf-8")
     return xml
+
+
+def properties(run: RunRecord) -> dict[str, str]:
+    """Where and with what a run was measured; what is unknown is left out."""
+    device, software = run.device, run.software
+    known = {
+        "device": device.name,
+        "capability": None if device.capability is None else "{}.{}".format(*device.capability),
+        "driver": software.driver,
+        "cuda": software.cuda,
+        "torch": software.torch,
+        "triton": software.triton,
+        "python": software.python,
+        "commit": run.commit,
+        "created": run.created,
+        "schema_version": run.schema_version,
+    }
+    return {name: text.plain(value) for name, value in known.items() if value is not None}
+
+
+def suite_properties(runs: Sequence[RunRecord]) -> dict[str, str]:
+    """The properties for pytest's own JUnit suite, ``fastlayer.device`` and so on.
+
+    A run over several devices has a record for each; further ones are numbered from 2.
+    """
+    return {
+        f"fastlayer.{name}" if number == 1 else f"fastlayer.{number}.{name}": value
+        for number, run in enumerate(runs, 1)
+        for name, value in properties(run).items()
+    }
 
 
 def _case(name: str, case: CaseRecord, suite: str) -> TestCase:

@@ -1,0 +1,83 @@
+"""pytest's own ``--junitxml``: properties of the suite, with and without xdist, valid xunit2."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import pytest
+from makers import DEVICE, run
+
+from pytest_fastlayer.report import junit
+
+PAIRS = """
+import pytest, torch
+
+@pytest.mark.parametrize("scale", [1, 2])
+def test_pair(paired, scale):
+    paired(
+        f"times {scale}",
+        reference=lambda x: x * scale,
+        candidate=lambda x: scale * x,
+        inputs=lambda seed: torch.randn(8, generator=torch.Generator().manual_seed(seed)),
+    )
+
+def test_other(record_testsuite_property):
+    record_testsuite_property("theirs", "kept")
+"""
+#: Children of each element in the xunit2 schema, in their order.
+SCHEMA = {
+    "testsuites": ["testsuite"],
+    "testsuite": ["properties", "testcase"],
+    "properties": ["property"],
+    "property": [],
+    "testcase": ["skipped", "error", "failure", "system-out", "system-err"],
+}
+
+
+def conforms(element: ET.Element) -> None:
+    """Every child is one that the schema allows there, in the schema's order."""
+    allowed = SCHEMA.get(element.tag, [])
+    places = [allowed.index(child.tag) for child in element]
+    assert places == sorted(places)
+    for child in element:
+        conforms(child)
+
+
+@pytest.mark.parametrize("workers", [[], ["-n2"]], ids=["plain", "xdist"])
+def test_suite_properties(pytester, workers):
+    if workers:
+        pytest.importorskip("xdist")
+    pytester.makepyfile(PAIRS)
+    done = pytester.runpytest_subprocess(
+        "--junitxml=junit.xml", "--fastlayer-device=cpu", "--fastlayer-seeds=1", *workers
+    )
+    done.assert_outcomes(passed=3)
+    root = ET.parse(pytester.path / "junit.xml").getroot()
+    conforms(root)
+    suite = root.find("testsuite")
+    assert suite.attrib["tests"] == "3"
+    found = {p.attrib["name"]: p.attrib["value"] for p in suite.findall("properties/property")}
+    assert {"fastlayer.device", "fastlayer.torch", "fastlayer.python"} <= set(found)
+    assert "fastlayer.2.device" not in found
+    if not workers:  # pytest's own property is what xdist loses; ours must not be
+        assert found["theirs"] == "kept"
+
+
+def test_nothing_recorded_adds_nothing(pytester):
+    pytester.makepyfile("def test_nothing(): pass")
+    pytester.runpytest_subprocess("--junitxml=junit.xml").assert_outcomes(passed=1)
+    root = ET.parse(pytester.path / "junit.xml").getroot()
+    assert not list(root.iter("property"))
+
+
+def test_properties_are_named_and_clean():
+    other = DEVICE.model_copy(update={"name": "bad\x1b[31m\x00name\n"})
+    software = run().software.model_copy(update={"driver": "580.1", "cuda": "13.0"})
+    found = junit.suite_properties([run(software=software), run(device=other, commit=None)])
+    assert found["fastlayer.device"] == "NVIDIA H200"
+    assert found["fastlayer.driver"] == "580.1"
+    assert found["fastlayer.commit"] == "abc1234"
+    assert found["fastlayer.triton"] == "3.7.1"
+    assert found["fastlayer.capability"] == "9.0"
+    assert found["fastlayer.2.device"] == "badname"
+    assert not {"fastlayer.2.commit", "fastlayer.2.driver"} & set(found)
