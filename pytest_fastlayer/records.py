@@ -296,6 +296,78 @@ class Comparison(Model):
     changed_since: tuple[str, ...] = ()
 
 
+class Ratio(Model):
+    """The time of one arm over the time of another, with its interval."""
+
+    value: Positive
+    ci: tuple[Positive, Positive] | None = None
+
+
+#: What became of the base of a run. Only ``measured`` carries a timing.
+BaseStatus = Literal[
+    "measured",
+    "incorrect",  # out of tolerance against this tree's reference
+    "missing",  # the revision lacks the test, or the test makes no pair of this name
+    "import_error",  # its test module, or what that imports, does not import
+    "failed",  # its test or candidate raised, or its package was not the revision's own
+    "crashed",  # its process ended
+    "timeout",  # its process did not answer
+    "unsupported",  # it says that this machine cannot hold the case
+    "different",  # it is fed other inputs: another workload under the same name
+    "unresolvable",  # the samples give no ratio
+]
+
+
+class BaseArm(Model):
+    """The candidate of another revision, timed in the same schedule as reference and candidate.
+
+    ``timing`` is the candidate of this tree (the head) against that of the base: its
+    ``reference_s`` is the base's time and its ``candidate_s`` the head's, each measured in a
+    process of its own, so ``speedup`` is base time over head time and **below 1 the head is
+    slower**. Its ``aa`` is the head against itself in two processes. ``head`` and ``base`` are the
+    speedups of both over the reference in that schedule.
+
+    ``verdict`` is the head's against the base, for a measured base: SLOWER, FASTER, PASS (no drop
+    beyond the floor) or INCONCLUSIVE; INCORRECT, UNSUPPORTED and UNRESOLVABLE are the base's own.
+    ``tail`` holds the last lines that the base's process wrote where something went wrong.
+    """
+
+    rev: str  #: as it was given: a revision, or the path of a checkout
+    commit: str | None = None  #: its full hash; None for a folder that is no repository
+    status: BaseStatus
+    reason: str = ""
+    verdict: Verdict | None = None
+    route: str | None = None
+    launch: dict[str, JsonValue] | None = None
+    accuracy: Accuracy | None = None  #: of the base against this tree's reference
+    timing: Timing | None = None
+    reference_s: Positive | None = None
+    head: Ratio | None = None
+    base: Ratio | None = None
+    p_value: Annotated[float, Field(ge=0, le=1)] | None = None  #: one-sided, all looks allowed for
+    tail: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _no_speed_without_a_pass(self) -> BaseArm:
+        figures = (self.timing, self.reference_s, self.head, self.base, self.p_value)
+        if (self.status == "measured") != all(figure is not None for figure in figures):
+            raise ValueError("a measured base, and no other, has timing, speedups and p_value")
+        if self.status != "measured" and any(figure is not None for figure in figures):
+            raise ValueError(f"a base that is {self.status} cannot carry a figure")
+        if (self.status == "incorrect") != (self.verdict is Verdict.INCORRECT):
+            raise ValueError("a base is incorrect in status and verdict, or in neither")
+        if self.timing is not None and self.verdict not in BASE_VERDICTS:
+            raise ValueError(
+                f"a measured base is judged {', '.join(sorted(BASE_VERDICTS))}, not {self.verdict}"
+            )
+        _refuse_unearned_speed(self.verdict or Verdict.PASS, self.accuracy, self.timing)
+        return self
+
+
+#: Verdicts of a head against a base that was measured.
+BASE_VERDICTS = frozenset({Verdict.SLOWER, Verdict.FASTER, Verdict.PASS, Verdict.INCONCLUSIVE})
+
+
 class CaseRecord(Model):
     """One case of one run. A timing cannot be constructed for a case that is not accurate."""
 
@@ -317,6 +389,7 @@ class CaseRecord(Model):
     rivals: tuple[Arm, ...] = ()
     variants: tuple[Arm, ...] = ()
     comparison: Comparison | None = None
+    base: BaseArm | None = None
     nodeid: str | None = None
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from pytest_fastlayer.records import (
     Accuracy,
     Arm,
+    BaseArm,
     CaseRecord,
     Device,
     Method,
@@ -81,6 +82,52 @@ def test_work_is_positive_and_optional():
     for wrong in ({"flops": 0, "bytes": 1}, {"flops": 1}, {"flops": 1, "bytes": float("inf")}):
         with pytest.raises(ValidationError):
             CaseRecord(verdict=Verdict.PASS, work=wrong)
+
+
+MEASURED = {
+    "rev": "main",
+    "commit": "a" * 40,
+    "status": "measured",
+    "verdict": Verdict.SLOWER,
+    "accuracy": accuracy(),
+    "timing": timing(speedup=0.9, ci=(0.88, 0.92)),
+    "reference_s": 3,
+    "head": {"value": 1.5, "ci": (1.4, 1.6)},
+    "base": {"value": 1.6},
+    "p_value": 0.001,
+}
+
+
+def test_a_measured_base_travels_through_json():
+    case = CaseRecord(verdict=Verdict.SLOWER, accuracy=accuracy(), base=MEASURED)
+    assert CaseRecord.model_validate_json(case.model_dump_json()) == case
+    assert CaseRecord.model_validate({"verdict": "PASS"}).base is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"status": "crashed"},
+        {"status": "incorrect", "verdict": Verdict.INCORRECT, "accuracy": accuracy(failed=1)},
+        {"accuracy": accuracy(failed=1)},
+        {"accuracy": None},
+        {"timing": None},
+        {"p_value": None},
+        {"verdict": None},
+        {"verdict": Verdict.NO_BASELINE},
+        {"verdict": Verdict.INCORRECT},
+    ],
+)
+def test_no_figure_for_a_base_that_did_not_earn_it(changes):
+    with pytest.raises(ValidationError):
+        BaseArm(**MEASURED | changes)
+
+
+def test_a_refused_base_says_so_without_a_figure():
+    arm = BaseArm(rev="main", status="incorrect", verdict="INCORRECT", accuracy=accuracy(failed=1))
+    assert arm.timing is None
+    with pytest.raises(ValidationError, match="incorrect in status and verdict"):
+        BaseArm(rev="main", status="incorrect")
 
 
 def test_cases_come_in_natural_order():
