@@ -5,6 +5,9 @@ UNSUPPORTED, UNRESOLVABLE or INCONCLUSIVE as whoever measured it said, else ACCU
 the baseline SLOWER and MORE_MEMORY; then on its own BELOW_FLOOR and INCONCLUSIVE; then
 STALE_BASELINE, OTHER_MACHINE, NO_BASELINE, FASTER, PASS.
 
+A ratio over an oracle is a diagnostic: such a case is judged on accuracy, honesty and memory alone,
+claims no speedup, and its seconds are not compared with stored ones (only ratios ever are).
+
 Multiplicity: an item of a run is judged before the others are known, so it must pass Holm's
 *first* step, ``p <= alpha / m`` with m the cases to be timed. `judge_run` takes the remaining
 steps once the run is complete; it can only turn further cases SLOWER, never take one back.
@@ -94,22 +97,29 @@ def judge(
         assert baseline is not None  # or there would be an obstacle
         stored = baseline.cases[name]
         assert stored.timing is not None
-        comparison = statistics.compare_ratio(
-            timing,
-            stored.timing,
-            baseline_path=baseline_path,
-            provenance=baseline.provenance,
-            changed_since=comparability.changed_since(software, baseline.software),
-        )
-        complaint = _regression(case, stored, comparison, policy)
-    standing = f"{_cleared(timing, policy)}; "
-    notice = _Finding(obstacle[0], standing + obstacle[1]) if obstacle else None
+        complaint = _more_memory(case, stored, policy)
+        if not case.is_diagnostic:
+            comparison = statistics.compare_ratio(
+                timing,
+                stored.timing,
+                baseline_path=baseline_path,
+                provenance=baseline.provenance,
+                changed_since=comparability.changed_since(software, baseline.software),
+            )
+            complaint = _slowdown(timing, comparison, policy) or complaint
+    if case.is_diagnostic:
+        standing, claim = _diagnosis(timing), _company(timing, policy)
+    else:
+        standing, claim = _cleared(timing, policy), _claim(timing, policy)
+    notice = _Finding(obstacle[0], f"{standing}; {obstacle[1]}") if obstacle else None
 
     if name in policy.accepted:
         worse = complaint or (notice if _is_stale(notice) else None)
-        finding = _claim(timing, policy) or (_accepted(standing, worse) if worse else None)
+        finding = claim or (_accepted(standing, worse) if worse else None)
     else:
-        finding = complaint or _claim(timing, policy)
+        finding = complaint or claim
+    if finding is None and notice is None and case.is_diagnostic:
+        finding = _Finding(Verdict.PASS, f"{standing}; no more memory than stored")
     finding = finding or notice or _green(timing, stored, comparison, policy)
     return _with(case, finding, comparison=comparison)
 
@@ -119,7 +129,7 @@ def _is_stale(finding: _Finding | None) -> bool:
 
 
 def _accepted(standing: str, worse: _Finding) -> _Finding:
-    return _Finding(Verdict.PASS, f"{standing}accepted by name, would be {worse.verdict}")
+    return _Finding(Verdict.PASS, f"{standing}; accepted by name, would be {worse.verdict}")
 
 
 def judge_failure(case: CaseRecord, error: statistics.SamplesError) -> CaseRecord:
@@ -265,14 +275,16 @@ def _is_regression(comparison: Comparison, policy: Policy) -> bool:
     return _beyond(comparison) and comparison.p_value <= policy.alpha / policy.family_size
 
 
-def _regression(
-    case: CaseRecord, stored: CaseRecord, comparison: Comparison, policy: Policy
-) -> _Finding | None:
-    """SLOWER or MORE_MEMORY than stored."""
-    assert case.timing is not None
-    if _is_regression(comparison, policy):
-        text = _slower(comparison, case.timing, f"p = {comparison.p_value:.2g}")
-        return _Finding(Verdict.SLOWER, text)
+def _slowdown(timing: Timing, comparison: Comparison, policy: Policy) -> _Finding | None:
+    """SLOWER than stored."""
+    if not _is_regression(comparison, policy):
+        return None
+    text = _slower(comparison, timing, f"p = {comparison.p_value:.2g}")
+    return _Finding(Verdict.SLOWER, text)
+
+
+def _more_memory(case: CaseRecord, stored: CaseRecord, policy: Policy) -> _Finding | None:
+    """MORE_MEMORY than stored."""
     now = case.peak_mib.candidate if case.peak_mib else None
     then = stored.peak_mib.candidate if stored.peak_mib else None
     if now is not None and then is not None and now > memory_limit_mib(then, policy):
@@ -314,14 +326,26 @@ def _claim(timing: Timing, policy: Policy) -> _Finding | None:
             f"the speedup {said} straddles {against} after {timing.extensions} extensions and "
             f"{timing.pairs} pairs: quieten the machine or measure more pairs",
         )
+    return _company(timing, policy)
+
+
+def _company(timing: Timing, policy: Policy) -> _Finding | None:
+    """INCONCLUSIVE where a quiet device is required and was not."""
     others = timing.clocks.other_processes if timing.clocks else 0
-    if policy.require_quiet and others:
-        return _Finding(
-            Verdict.INCONCLUSIVE,
-            f"{others} other processes used the device while {said} was measured: stop them, or "
-            "drop --fastlayer-require-quiet",
-        )
-    return None
+    if not (policy.require_quiet and others):
+        return None
+    return _Finding(
+        Verdict.INCONCLUSIVE,
+        f"{others} other processes used the device while {_ratio(timing.speedup, timing.ci)} was "
+        "measured: stop them, or drop --fastlayer-require-quiet",
+    )
+
+
+def _diagnosis(timing: Timing) -> str:
+    return (
+        f"accurate and honest; {_ratio(timing.speedup, timing.ci)} over an oracle is a diagnostic, "
+        "no speedup is claimed"
+    )
 
 
 def _cleared(timing: Timing, policy: Policy) -> str:

@@ -392,6 +392,11 @@ class CaseRecord(Model):
     base: BaseArm | None = None
     nodeid: str | None = None
 
+    @property
+    def is_diagnostic(self) -> bool:
+        """The ratio is over an oracle, built to be lean and not fast: it claims no speedup."""
+        return self.reference_kind == "oracle"
+
     @model_validator(mode="after")
     def _no_speed_without_a_pass(self) -> CaseRecord:
         _refuse_unearned_speed(self.verdict, self.accuracy, self.timing)

@@ -146,18 +146,20 @@ class Quads:
         return half
 
 
-def usable_quads(samples: PairedSamples, reasons: Sequence[str] = ()) -> Quads:
+def usable_quads(
+    samples: PairedSamples, reasons: Sequence[str] = (), *, least: int = MIN_QUADS
+) -> Quads:
     """The whole quads of ``samples``; ``reasons`` say why pairs were dropped, for the message.
 
-    Raises `NoUsablePairsError` below two quads, `UnresolvableError` when an arm's median block
+    Raises `NoUsablePairsError` below ``least`` quads, `UnresolvableError` when an arm's median block
     lasts under 20 steps of the timer or a block lasts no time at all.
     """
     starts = samples.quads()
-    if len(starts) < MIN_QUADS:
+    if len(starts) < least:
         total, kept = len(samples.order), sum(samples.kept())
         because = f" ({'; '.join(reasons)})" if reasons else ""
         raise NoUsablePairsError(
-            f"{len(starts)} whole AB/BA quads are usable, at least {MIN_QUADS} are needed: "
+            f"{len(starts)} whole AB/BA quads are usable, at least {least} are needed: "
             f"{total - kept} of {total} pairs were dropped{because}; lock the device's clocks, "
             "let it cool, stop other work on it, or measure more pairs"
         )

@@ -42,6 +42,7 @@ from scipy import stats
 
 from pytest_fastlayer import records
 from pytest_fastlayer.samples import (
+    MIN_QUADS,
     Array,
     NoUsablePairsError,
     PairedSamples,
@@ -176,20 +177,23 @@ def summarize(
     dropped_reasons: Sequence[str] = (),
     clocks: records.Clocks | None = None,
     warnings: Sequence[str] = (),
+    diagnostic: bool = False,
 ) -> records.Timing:
     """Speedup (reference time over candidate time), interval, floor and detectable effect.
 
     ``control`` is the A/A control, ``control_arm`` timed against itself; ``min_effect`` a
     fraction; ``extensions`` how often ``samples`` was already extended. ``dropped_reasons``,
-    ``clocks`` and ``warnings`` are passed on into the record.
+    ``clocks`` and ``warnings`` are passed on into the record. A ``diagnostic`` ratio claims
+    nothing: one quad will do, and it has neither interval nor detectable effect; the candidate's
+    seconds are then the median of its control's blocks, of which there are more.
 
-    Raises `NoUsablePairsError` when fewer than two whole quads are left, `UnresolvableError`
+    Raises `NoUsablePairsError` when fewer than two whole quads (one) are left, `UnresolvableError`
     when blocks last under 20 steps of the timer; the errors' ``verdict`` says what the gate
     should make of them.
     """
-    usable = usable_quads(samples, dropped_reasons)
+    usable = usable_quads(samples, dropped_reasons, least=1 if diagnostic else MIN_QUADS)
     quads = usable.quad_ratios
-    notes = [*warnings, *_warnings(samples, usable)]
+    notes = [*warnings, *(() if diagnostic else _warnings(samples, usable))]
     control_record = None
     if control is not None:
         try:
@@ -198,14 +202,22 @@ def summarize(
             notes.append(f"the A/A control could not be used: {error}")
         else:
             notes += _control_warnings(control_record)
-    low, high = interval(quads, _level(confidence, extensions), seed=seed)
+    ci = None
+    if not diagnostic:
+        low, high = interval(quads, _level(confidence, extensions), seed=seed)
+        ci = (_exp(low), _exp(high))
+    candidate_s = usable.candidate_s
+    if diagnostic and control_record is not None and control_arm == "candidate":
+        assert control is not None  # or it would have no record
+        alone = usable_quads(control)
+        candidate_s = np.concatenate([alone.reference_s, alone.candidate_s])
     floor = noise_floor(samples, usable, control_record, min_effect)
     timing = records.Timing(
         method=method,
         reference_s=float(np.median(usable.reference_s)),
-        candidate_s=float(np.median(usable.candidate_s)),
+        candidate_s=float(np.median(candidate_s)),
         speedup=_exp(np.median(quads)),
-        ci=(_exp(low), _exp(high)),
+        ci=ci,
         noise_floor=floor.value,
         floor_sources=floor,
         aa=control_record,
@@ -220,6 +232,8 @@ def summarize(
         log_ratios=tuple(usable.log_ratios.tolist()),
         warnings=tuple(notes),
     )
+    if diagnostic:
+        return timing
     effect = minimum_detectable_effect(timing, confidence=confidence)
     return timing.model_copy(update={"min_detectable_effect": effect})
 
