@@ -215,7 +215,8 @@ def _detail(anchor: str, name: str, case: CaseRecord, *, plotted: bool) -> Detai
     if plotted and case.timing is not None and case.timing.log_ratios:
         from pytest_fastlayer.report import plots
 
-        ratios = [math.exp(logarithm) for logarithm in case.timing.log_ratios]
+        # A record may hold any finite logarithm, a float not every ratio.
+        ratios = [math.exp(min(logarithm, 300)) for logarithm in case.timing.log_ratios]
         drawing = _markup(plots.trace(ratios, case.timing.speedup, case.timing.ci))
     facts: dict[str, Any] = {
         "test": case.nodeid,

@@ -23,8 +23,9 @@ def plain(text: object, limit: int = 200) -> str:
     Escape sequences and control characters are removed, line breaks become spaces, and the start
     of a CI runner's command is defused.
     """
-    line = re.sub(r"\s+", " ", _ESCAPE.sub("", str(text)))
-    line = "".join(c for c in line if unicodedata.category(c) not in _INVISIBLE).strip()
+    line = re.sub(r"\s", " ", _ESCAPE.sub("", str(text)))
+    line = "".join(c for c in line if unicodedata.category(c) not in _INVISIBLE)
+    line = re.sub(" +", " ", line).strip()
     line = _RUNNER_COMMAND.sub("'", line)
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
 

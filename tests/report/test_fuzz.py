@@ -209,6 +209,8 @@ def test_the_full_record_is_shown():
 
 @fuzz
 @given(damage)
+@example([("number", ("cases", "a", "timing", "log_ratios", 0), 710.0)])
+@example([("set", ("cases", "a", "label"), ":")])
 def test_damaged_records(changes):
     record = read(json.dumps(damaged(changes)))
     if record is not None:
@@ -276,6 +278,7 @@ def test_foreign_json(value):
 @fuzz
 @given(st.text(max_size=80) | hostile_text)
 @example("\x1b[2J\x1b]0;x\x07")
+@example("0 \x1b 0")
 def test_plain_is_idempotent(given_text):
     once = texts.plain(given_text, 100)
     assert texts.plain(once, 100) == once
