@@ -29,6 +29,7 @@ from pytest_fastlayer.records import (
     RunRecord,
     Settings,
     Verdict,
+    Work,
 )
 from pytest_fastlayer.report import explain, github, html, junit, markdown, plots, terminal
 from pytest_fastlayer.report import text as texts
@@ -46,6 +47,7 @@ fuzz = settings(
 def full_record() -> RunRecord:
     """A record in which every optional part is there."""
     everything = full_case(
+        work=Work(flops=1e9, bytes=1e6),
         accuracy=accuracy(rms_vs_float64=RootMeanSquare(candidate=1e-4, reference=2e-4)),
         timing=timing(
             dropped_pairs=2,
@@ -192,11 +194,17 @@ def shown_everywhere(record: RunRecord) -> None:
 HARMLESS = {tag for tag, _ in Page(html.render([full_record()])).tags}
 
 
+DRAWN = {
+    name: getattr(plots, name)
+    for name in ("intervals", "pairs", "shares", "roofline", "trace", "history")
+}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _no_drawing():
-    """matplotlib is what takes the time, and has tests of its own."""
+    """matplotlib is what takes the time, and has a property of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("intervals", "pairs", "shares", "trace", "history"):
+        for name in DRAWN:
             patch.setattr(plots, name, lambda *_, **__: "<svg></svg>")
         yield
 
@@ -215,6 +223,29 @@ def test_damaged_records(changes):
     record = read(json.dumps(damaged(changes)))
     if record is not None:
         shown_everywhere(record)
+
+
+numeric = st.lists(
+    st.one_of(
+        st.tuples(st.just("number"), PLACES, st.floats(allow_nan=False, allow_infinity=False)),
+        st.tuples(st.just("scale"), PLACES, st.sampled_from([0.0, 1e3, 1e-3, 1e300, 1e-300])),
+        st.tuples(st.just("rename"), st.just(("cases", "a")), hostile_text),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(fuzz, max_examples=max(3, LONG // 60))
+@given(numeric)
+def test_damaged_records_are_drawn(changes):
+    record = read(json.dumps(damaged(changes)))
+    if record is not None:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, draw in DRAWN.items():
+                patch.setattr(plots, name, draw)
+            page = Page(html.render([record, record]))
+        assert page.count("script") == 1
 
 
 @fuzz
