@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pytest_fastlayer.gate import Policy
 
 OK = 0
+OUTDATED = 1
 USAGE = 2
 NOT_COMPARABLE = 13
 MISSING_BASELINE = 14
@@ -32,6 +33,7 @@ MISSING_BASELINE = 14
 EXIT_CODES = """\
 exit codes:
   0   no regression (update: stored; others: done)
+  1   figures --check: a table or picture is out of date
   2   usage error, or a record that cannot be read
   10  slower than the baseline, more memory, or below the noise floor
   11  incorrect or dishonest
@@ -124,6 +126,20 @@ def _parser() -> argparse.ArgumentParser:
     report = add("report", _report, "write one self-contained HTML report of several records")
     report.add_argument("records", nargs="+", metavar="FILE")
     report.add_argument("-o", "--output", default="report.html", metavar="HTML")
+
+    figures = add("figures", _figures, "write a README's tables and pictures from stored baselines")
+    figures.add_argument("records", nargs="+", metavar="FILE")
+    figures.add_argument(
+        "--document",
+        action="append",
+        default=[],
+        metavar="MD",
+        help="renew the tables between <!-- table:begin FILE --> and <!-- table:end --> in it",
+    )
+    figures.add_argument("--pictures", metavar="DIR", help="write two SVG pictures a record there")
+    figures.add_argument(
+        "--check", action="store_true", help="write nothing; 1 when something is out of date"
+    )
     return parser
 
 
@@ -281,6 +297,28 @@ def _report(arguments: argparse.Namespace) -> int:
     Path(arguments.output).write_text(html.render(records), encoding="utf-8")
     print(f"wrote {arguments.output}")
     return OK
+
+
+def _figures(arguments: argparse.Namespace) -> int:
+    from pytest_fastlayer.report import figures
+
+    if not arguments.document and arguments.pictures is None:
+        raise ValueError("nothing to write: give --document MD, --pictures DIR, or both")
+    folder = Path(arguments.pictures) if arguments.pictures else None
+    files = figures.expected(
+        {Path(source): baselines.load(source) for source in arguments.records},
+        [Path(document) for document in arguments.document],
+        folder,
+    )
+    old = figures.outdated(files)
+    for path in old:
+        if not arguments.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(files[path], encoding="utf-8", newline="\n")
+        print(f"out of date: {path}" if arguments.check else f"wrote {path}")
+    if not old:
+        print(f"{len(files)} files are what the records say")
+    return OUTDATED if old and arguments.check else OK
 
 
 # --------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ All functions take plain values and return SVG markup.
 
 from __future__ import annotations
 
+import html
 import io
 import math
 import re
@@ -84,10 +85,10 @@ class Two:
     candidate: float | None
 
 
-def intervals(rows: Sequence[Interval], axis: str, *, log: bool = True) -> str:
+def intervals(rows: Sequence[Interval], axis: str, *, log: bool = True, title: str = "") -> str:
     """Dots with intervals over the band of each row; a dot outside its band means something."""
     with _drawing(rows):
-        figure, axes = _rows([row.name for row in rows])
+        figure, axes = _rows([row.name for row in rows], title)
         for y, row in enumerate(rows):
             color = BAD if row.bad else CANDIDATE
             value, low, high, *band = map(
@@ -102,7 +103,7 @@ def intervals(rows: Sequence[Interval], axis: str, *, log: bool = True) -> str:
             values = [v for row in rows for v in (row.low, row.high, *row.band)]
             _log_axis(axes, values)
         axes.set_xlabel(axis)
-        return _svg(figure, axis)
+        return _svg(figure, title or axis)
 
 
 def pairs(rows: Sequence[Two], axis: str) -> str:
@@ -120,10 +121,10 @@ def pairs(rows: Sequence[Two], axis: str) -> str:
         return _svg(figure, axis)
 
 
-def shares(rows: Sequence[tuple[str, float]], axis: str) -> str:
+def shares(rows: Sequence[tuple[str, float]], axis: str, *, title: str = "") -> str:
     """Bars from zero with a limit at one; beyond it they are bad."""
     with _drawing(rows):
-        figure, axes = _rows([name for name, _ in rows])
+        figure, axes = _rows([name for name, _ in rows], title)
         largest = max(1.0, *(min(value, 4.0) for _, value in rows))
         for y, (_, value) in enumerate(rows):
             axes.barh(y, min(value, 4.0), height=0.5, color=BAD if value > 1 else CANDIDATE)
@@ -133,7 +134,7 @@ def shares(rows: Sequence[tuple[str, float]], axis: str) -> str:
         axes.axvline(1.0, color=MUTED, linewidth=0.9)
         axes.set_xlim(0, largest * 1.12)
         axes.set_xlabel(axis)
-        return _svg(figure, axis)
+        return _svg(figure, title or axis)
 
 
 def roofline(points: Sequence[Point], peaks: Peaks) -> str:
@@ -199,14 +200,41 @@ def history(values: Sequence[float | None]) -> str:
         return _svg(figure, "history of the speedup")
 
 
+#: The style sheet's colours for a picture that stands alone, on a panel of its own.
+_STANDALONE = """\
+:root { --page: #ffffff; --ink: #1b1f24; --muted: #57606a; --grid: #dde1e6;
+  --reference: #8a93a0; --candidate: #1f6feb; --bad: #c2261c; --band: #c9d0da; }
+@media (prefers-color-scheme: dark) { :root { --page: #0d1117; --ink: #e4e8ed; --muted: #9aa4b1;
+  --grid: #323a44; --reference: #8b96a5; --candidate: #5fa2ff; --bad: #ff7d72; --band: #3d4754; } }
+text { font-family: system-ui, sans-serif !important; }
+"""
+
+
+def standalone(svg: str) -> str:
+    """A drawing of this module as a file of its own, legible on a light page and a dark one.
+
+    The colours follow the reader's scheme, and a panel lies behind them: where a site is dark and
+    its reader's system light, the picture is a light card and still legible. The version of
+    matplotlib is noted, since another one may lay the same figures out differently.
+    """
+    start = svg.index(">", svg.index("<svg")) + 1
+    head = re.sub(r' style="max-width: [^"]*"', "", svg[:start])
+    panel = '<rect width="100%" height="100%" rx="6" style="fill: var(--page)"/>'
+    note = f"<!-- fastlayer-gate figures, matplotlib {matplotlib.__version__} -->"
+    return f"{note}\n{head}\n<style>{_STANDALONE}</style>\n{panel}{svg[start:]}\n"
+
+
 def _drawing(data: object, more: dict[Any, Any] | None = None) -> AbstractContextManager[None]:
     """matplotlib's settings; element ids follow from the data, so that output is reproducible."""
     return matplotlib.rc_context(_SETTINGS | {"svg.hashsalt": repr(data)} | (more or {}))
 
 
-def _rows(names: Sequence[str]) -> tuple[Figure, Axes]:
+def _rows(names: Sequence[str], title: str = "") -> tuple[Figure, Axes]:
     """A figure with one labelled row a name, the first at the top."""
-    figure = Figure(figsize=(WIDTH, 0.65 + ROW * len(names)), layout="constrained")
+    height = 0.65 + 0.25 * bool(title) + ROW * len(names)
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    if title:
+        figure.suptitle(text.plain(title, 70), x=0.02, ha="left", fontsize=10)
     axes = figure.subplots()
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_yticks(range(len(names)), [text.plain(name, 20) for name in names])
@@ -280,7 +308,8 @@ def _svg(figure: Figure, title: str) -> str:
     # Only what is referred to keeps its id: clip paths and markers, named by their content.
     drawing = re.sub(r' id="(?![pm][0-9a-f]{10}")[^"]*"', "", drawing)
     width = figure.get_size_inches()[0] * 72
-    head = f'<svg role="img" aria-label="{title}" style="max-width: {width * 1.35:.0f}px"'
+    label = html.escape(text.plain(title))
+    head = f'<svg role="img" aria-label="{label}" style="max-width: {width * 1.35:.0f}px"'
     for placeholder, variable in _VARIABLES.items():
         drawing = drawing.replace(placeholder, f"var({variable})")
     return drawing.replace("<svg", head, 1)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib
 import pytest
+
+from pytest_fastlayer import baselines
+from pytest_fastlayer.report import figures
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BEGIN, END = "<!-- table:begin {} -->", "<!-- table:end -->"
 
 
 def blocks(language: str) -> list[str]:
@@ -49,20 +53,50 @@ def test_paths_named_exist():
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("name", re.findall(r"<!-- table:begin (\S+) -->", README))
-def test_tables_are_generated(name):
-    """Regenerate one with ``fastlayer-gate show baselines/NAME --format markdown``."""
-    command = ["show", f"baselines/{name}", "--format", "markdown"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest_fastlayer.cli", *command],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-        cwd=ROOT,
-    )
-    start = README.index(BEGIN.format(name)) + len(BEGIN.format(name))
-    assert README[start : README.index(END, start)].strip() == done.stdout.strip()
+def regeneration() -> list[str]:
+    """The arguments of the command that the README gives for its tables and pictures."""
+    (line,) = [
+        line for block in blocks("console") for line in block.splitlines() if " figures " in line
+    ]
+    return shlex.split(line)[1:]
+
+
+RECORDS = {ROOT / part: baselines.load(ROOT / part) for part in regeneration() if ".json" in part}
+PICTURES = {
+    name: svg
+    for path, run in RECORDS.items()
+    for name, svg in figures.pictures(path.stem, run).items()
+}
+
+
+def test_tables_are_what_the_records_say():
+    """The README's command renews them."""
+    assert len(re.findall(r"<!-- table:begin", README)) == len(RECORDS) > 0
+    assert figures.with_tables(README, {path.name: run for path, run in RECORDS.items()}) == README
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_what_the_records_say(name):
+    """Byte for byte; by its texts where another matplotlib would lay the same figures out."""
+    stored = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    if f"matplotlib {matplotlib.__version__} " in stored.partition("\n")[0]:
+        assert stored == PICTURES[name]
+    else:
+        first, second = (
+            re.findall(r"<text[^>]*>([^<]+)<", svg) for svg in (stored, PICTURES[name])
+        )
+        assert [t for t in first if t[0].isalpha()] == [t for t in second if t[0].isalpha()]
+
+
+def test_pictures_shown_are_the_pictures_there_are():
+    shown = set(re.findall(r'src="docs/([^"]+)"', README))
+    assert shown == set(PICTURES) == {path.name for path in (ROOT / "docs").glob("*.svg")}
+
+
+def test_the_command_writes_all_of_it():
+    command = regeneration()
+    assert command[0] == "figures"
+    assert command[-4:] == ["--document", "README.md", "--pictures", "docs"]
 
 
 def test_no_figure_without_a_record():
