@@ -5,8 +5,6 @@ from __future__ import annotations
 import builtins
 import math
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 
 import pytest
@@ -284,37 +282,3 @@ def test_fuzz(text):
 
 def test_output_is_reproducible():
     assert html.render([run()]) == html.render([run()])
-
-
-def chromium(path) -> tuple[str, str]:
-    """The page's DOM after its script ran, and what the browser logged."""
-    program = shutil.which("chromium") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("no Chromium on this machine")
-    options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr")
-    done = subprocess.run(
-        [program, *options, f"--user-data-dir={path.parent / 'profile'}", "--dump-dom", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return done.stdout, done.stderr
-
-
-def test_in_a_browser(tmp_path):
-    """No console message, nothing executed, and the table sorts by a click on its heading."""
-    cases = {"b": case(speedup=3), "a": case(speedup=10), "c": unsupported(), "d": case(speedup=2)}
-    source = html.render([run(cases, notes=tuple(ATTACKS))])
-    path = tmp_path / "page.html"
-    path.write_text(source, encoding="utf-8")
-    dom, log = chromium(path)
-    assert "CONSOLE" not in log
-    assert "<button" in dom
-    clicking = re.sub(r"<meta http-equiv.*?>\n", "", source) + (
-        "<script>document.querySelectorAll('thead button')[2].click()</script>"
-    )
-    path.write_text(clicking, encoding="utf-8")
-    dom, log = chromium(path)
-    assert "CONSOLE" not in log
-    assert re.findall(r'<th scope="row"><a [^>]*>(\w)</a>', dom) == ["d", "b", "a", "c"]
