@@ -41,7 +41,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -111,16 +111,99 @@ def truncation(sigma: float) -> float:
     return math.sqrt(math.exp(variance) - 1.0 - variance - variance * variance / 2)
 
 
+@lru_cache(maxsize=16)
 def sampled_rows(
     first: int, tokens: int, count: int, seed: int, device: torch.device | str
 ) -> torch.Tensor:
-    """At most ``count`` ascending rows of [first, tokens), one from each equal stretch; int64."""
+    """At most ``count`` ascending rows of [first, tokens), one from each equal stretch; int64.
+
+    The same tensor for the same arguments: not to be written to.
+    """
     span = tokens - first
     count = min(count, span)
     edges = torch.arange(count, dtype=torch.float64) * span / count
     place = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     rows = (edges + place * span / count).long().clamp_(max=span - 1)
     return (rows + first).to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMoments:
+    """Means over the keys of chunks 0 to c, for the C chunks that later ones look back on, float32.
+
+    Attributes:
+        linear, second: ``[H, C, D, D]``, of ``k v^T`` and of ``k k^T``.
+        sums: ``[H, C, 2, D]``, of k and of v.
+    """
+
+    linear: torch.Tensor
+    second: torch.Tensor
+    sums: torch.Tensor
+
+    def heads(self, part: slice) -> KeyMoments:
+        return KeyMoments(self.linear[part], self.second[part], self.sums[part])
+
+
+def running_means(parts: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Sums over each of C chunks ``[H, C, ...]`` to means over chunks 0 to c, in place."""
+    seen = torch.arange(1, parts.shape[1] + 1, device=parts.device, dtype=torch.float32) * chunk
+    return parts.cumsum_(1).div_(seen.view(-1, *[1] * (parts.dim() - 2)))
+
+
+def key_moments(k: torch.Tensor, v: torch.Tensor, chunk: int = CHUNK) -> KeyMoments:
+    """The moments of ``k, v [H, N, D]``: all chunks before the one that holds the last token."""
+    heads, tokens, dim = k.shape
+    past = (tokens - 1) // chunk
+    keys, values = (t[:, : past * chunk].reshape(heads * past, chunk, dim).float() for t in (k, v))
+
+    def means(parts: torch.Tensor) -> torch.Tensor:
+        return running_means(parts.view(heads, past, -1, dim), chunk)
+
+    return KeyMoments(
+        means(torch.bmm(keys.transpose(1, 2), values)),
+        means(torch.bmm(keys.transpose(1, 2), keys)),
+        means(torch.stack([keys.sum(1), values.sum(1)], 1)),
+    )
+
+
+def along(t: torch.Tensor, vector: torch.Tensor | None) -> torch.Tensor:
+    """``[H, N]`` float32: rows ``t [H, N, D]`` times their head's ``vector [H, D]`` or itself."""
+    wide = t.float()
+    if vector is None:
+        return wide.square().sum(-1)
+    return torch.matmul(wide, vector.float()[:, :, None])[:, :, 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What passes over all tokens of a layer: by torch here, by Triton in ``fastlayer.kernels``.
+
+    Attributes:
+        moments: ``(k, v)`` to ``KeyMoments``.
+        along: see the function.
+        exact_rows: see the function.
+    """
+
+    moments: Callable[[torch.Tensor, torch.Tensor], KeyMoments]
+    along: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    exact_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def operations(chunk: int = CHUNK) -> Operations:
+    """Everything in torch, for any device."""
+    return Operations(lambda k, v: key_moments(k, v, chunk), along, exact_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Squared norms of each query and key, ``[H, N]`` float32."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, by: Operations) -> Norms:
+        return cls(by.along(q, None), by.along(k, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,39 +225,57 @@ class ScoreStatistics:
 
 
 def score_statistics(
-    q: torch.Tensor, k: torch.Tensor, *, first_row: int, chunk: int = CHUNK
+    q: torch.Tensor, past: KeyMoments, norms: Norms, *, first_row: int, chunk: int = CHUNK
 ) -> ScoreStatistics:
-    """Statistics of the scores of ``q, k [H, N, D]`` in the rows from ``first_row`` on.
+    """Statistics of the scores of ``q [H, N, D]`` in the rows from ``first_row`` on.
 
     ``first_row`` is a positive multiple of ``chunk`` below N. Synchronises with the host once.
-    Memory: the keys' second moments at each chunk and at each sampled row, float32.
+    Memory: the keys' second moments at each sampled row, float32.
     """
     heads, tokens, dim = q.shape
     rows = sampled_rows(first_row, tokens, GUARD_ROWS, _GUARD_SEED, q.device)
-    whole = tokens // chunk
-    chunks = k[:, : whole * chunk].reshape(heads, whole, chunk, dim)
-    first_moment = chunks.sum(dim=2, dtype=torch.float32).cumsum_(1)
-    seen = rows // chunk
-    count = (seen * chunk).float()
+    before = rows // chunk - 1
     queries = q[:, rows].float() * dim**-0.5
-    mean = (queries * first_moment[:, seen - 1]).sum(-1) / count
+    mean = (queries * past.sums[:, before, 0]).sum(-1)
     square = torch.empty_like(mean)
     for at in range(0, heads, _HEADS_AT_ONCE):
         group = slice(at, at + _HEADS_AT_ONCE)
-        keys = chunks[group].flatten(0, 1).float()
-        moments = torch.bmm(keys.transpose(1, 2), keys).view(-1, whole, dim, dim).cumsum_(1)
-        weighted = torch.matmul(queries[group, :, None], moments[:, seen - 1])[:, :, 0]
-        square[group] = (weighted * queries[group]).sum(-1) / count
+        weighted = torch.matmul(queries[group, :, None], past.second[group, before])[:, :, 0]
+        square[group] = (weighted * queries[group]).sum(-1)
 
     pieces = [*zip(mean.chunk(_SEGMENTS, 1), square.chunk(_SEGMENTS, 1), strict=True)]
     means = torch.stack([m.mean(1) for m, _ in pieces], 1)
     squares = torch.stack([s.mean(1) for _, s in pieces], 1)
     sigmas = (squares - means * means).clamp_min(0.0).sqrt()
-    largest = torch.stack([torch.linalg.vector_norm(t, dim=-1).max().float() for t in (q, k)])
-    worst = torch.stack([sigmas.max(), means.abs().max(), largest.max()]).tolist()
+    largest = torch.maximum(norms.queries.max(), norms.keys.max()).sqrt()
+    worst = torch.stack([sigmas.max(), means.abs().max(), largest]).tolist()
     pooled = mean.mean(1)
     sigma = (square.mean(1) - pooled * pooled).clamp_min(0.0).sqrt()
     return ScoreStatistics(pooled, sigma, *worst)
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What one look at a layer's q, k and v tells."""
+
+    past: KeyMoments
+    norms: Norms
+    scores: ScoreStatistics
+
+
+def survey(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    first_row: int,
+    chunk: int = CHUNK,
+    by: Operations | None = None,
+) -> Survey:
+    """Moments, norms and score statistics of ``q, k, v [H, N, D]``; see ``score_statistics``."""
+    by = by or operations(chunk)
+    past, norms = by.moments(k, v), Norms.of(q, k, by)
+    return Survey(past, norms, score_statistics(q, past, norms, first_row=first_row, chunk=chunk))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +352,14 @@ def calibrated_threshold(curve: Sequence[tuple[float, float]]) -> float:
     )
 
 
-def check_rows(q: torch.Tensor, k: torch.Tensor, *, first_row: int) -> torch.Tensor:
+def check_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    norms: Norms,
+    *,
+    first_row: int,
+    by: Operations | None = None,
+) -> torch.Tensor:
     """Rows to compare with exact attention: int64, not sorted, duplicates possible.
 
     ``CHECK_ROWS`` sampled over the sequence, and for each head the two rows most likely to be the
@@ -260,11 +368,10 @@ def check_rows(q: torch.Tensor, k: torch.Tensor, *, first_row: int) -> torch.Ten
     """
     heads, tokens, _ = q.shape
     sampled = sampled_rows(first_row, tokens, CHECK_ROWS, _CHECK_SEED, q.device)
-    late = q[:, first_row:]
-    by_norm = torch.linalg.vector_norm(late, dim=-1).argmax(dim=1)
-    key = torch.linalg.vector_norm(k, dim=-1).argmax(dim=1)
+    by_norm = norms.queries[:, first_row:].argmax(dim=1)
+    key = norms.keys.argmax(dim=1)
     largest_key = k[torch.arange(heads, device=k.device), key]
-    with_key = torch.matmul(late, largest_key[:, :, None])[:, :, 0]
+    with_key = (by or operations()).along(q, largest_key)[:, first_row:]
     before = torch.arange(first_row, tokens, device=q.device) < key[:, None]
     by_key = with_key.masked_fill_(before, float("-inf")).argmax(dim=1)
     return torch.cat([sampled, by_norm + first_row, by_key + first_row])

@@ -13,8 +13,16 @@ twice. Sums are float32 throughout; only a *mean* is rounded to a float16 operan
 over 100,000 keys would not fit. The past is the initial state of an online softmax over the own
 chunk, so one running maximum keeps both finite. The denominator needs ``[D, D]`` moments only.
 
-Shapes: ``q, k, v, out [H, N, D]`` views, float16, D contiguous. q and k are copied to
-``[H, D, N]``, padded with zeros to whole chunks: products of columns then load along rows.
+Everything else that passes over all tokens is here too, so that nothing of a layer's attention is
+converted, copied or squared by an operator of its own:
+
+    moments   k v^T, k k^T and the sums of k and v over each chunk              float32
+    along     a vector of each head, or each row itself, times each row         float32
+    rows      exact attention of a few rows, their keys split over programs     float32
+
+Shapes: ``q, k, v, out [H, N, D]`` views, float16. Products of columns load along tokens, so q and k
+are best transposes of ``[H, D, P]`` with zeros from N on, P a multiple of the chunk (``columns``
+says so, or makes such a copy); v and out have D contiguous.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -26,6 +34,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
+from fastlayer.kernels.sizes import power_of_two
+from fastlayer.polynomial import KeyMoments, Operations, running_means
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _BLOCK = tl.constexpr(16)
@@ -71,6 +82,102 @@ def states_kernel(
     pairs = tl.num_programs(0)
     local = local_ptr + ((head.to(tl.int64) * chunks + chunk) * pairs + pair) * (_PRODUCTS * D)
     tl.store(local + tl.arange(0, _PRODUCTS)[:, None] * D + cols[None, :], acc)
+
+
+@triton.jit
+def moments_kernel(
+    kt_ptr, v_ptr, linear_ptr, second_ptr, sums_ptr,
+    padded, v_head, v_row, chunks,
+    D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``k v^T`` and ``k k^T [D, D]`` and the sums of k and v of one chunk. Grid (chunks, heads)."""
+    chunk = tl.program_id(0)
+    head = tl.program_id(1)
+    cols = tl.arange(0, D)
+    rows = tl.arange(0, ROWS)
+    start = (chunk * CHUNK).to(tl.int64)
+    kt = kt_ptr + (head * D).to(tl.int64) * padded + start
+    v = v_ptr + head.to(tl.int64) * v_head + start * v_row
+    linear = tl.zeros([D, D], tl.float32)
+    second = tl.zeros([D, D], tl.float32)
+    keys = tl.zeros([D], tl.float32)
+    values = tl.zeros([D], tl.float32)
+    for r in tl.range(0, CHUNK, ROWS, num_stages=STAGES):
+        k = tl.load(kt + cols[:, None] * padded + (rows + r)[None, :])
+        x = tl.load(v + (rows + r)[:, None] * v_row + cols[None, :])
+        linear = tl.dot(k, x, linear)
+        second = tl.dot(k, tl.trans(k), second)
+        keys += tl.sum(k.to(tl.float32), axis=1)
+        values += tl.sum(x.to(tl.float32), axis=0)
+    entry = head.to(tl.int64) * chunks + chunk
+    square = entry * (D * D) + cols[:, None] * D + cols[None, :]
+    tl.store(linear_ptr + square, linear)
+    tl.store(second_ptr + square, second)
+    tl.store(sums_ptr + entry * (2 * D) + cols, keys)
+    tl.store(sums_ptr + entry * (2 * D) + D + cols, values)
+
+
+@triton.jit
+def along_kernel(
+    t_ptr, vector_ptr, out_ptr, tokens, padded,
+    D: tl.constexpr, SPAN: tl.constexpr, SQUARE: tl.constexpr,
+):  # fmt: skip
+    """``t . vector`` of each row, or ``t . t`` with ``SQUARE``. Grid (spans, heads)."""
+    head = tl.program_id(1).to(tl.int64)
+    places = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    cols = tl.arange(0, D)
+    t = tl.load(t_ptr + head * D * padded + cols[:, None] * padded + places[None, :])
+    wide = t.to(tl.float32)
+    if SQUARE:
+        result = tl.sum(wide * wide, axis=0)
+    else:
+        vector = tl.load(vector_ptr + head * D + cols).to(tl.float32)
+        result = tl.sum(wide * vector[:, None], axis=0)
+    tl.store(out_ptr + head * tokens + places, result, mask=places < tokens)
+
+
+@triton.jit
+def rows_kernel(
+    q_ptr, rows_ptr, kt_ptr, v_ptr, out_ptr, stats_ptr,
+    tokens, padded, v_head, v_row,
+    D: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SPAN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows ``q [H, ROWS, D]`` at ``rows`` against ``SPAN`` keys. Grid (spans, heads).
+
+    ``out [H, S, ROWS, D]`` is not yet divided; ``stats [H, S, 2, ROWS]`` are maximum and sum.
+    """
+    head = tl.program_id(1)
+    first = tl.program_id(0) * SPAN
+    cols = tl.arange(0, D)
+    row = tl.arange(0, ROWS)
+    places = tl.load(rows_ptr + row)
+    q = tl.load(q_ptr + (head * ROWS + row)[:, None] * D + cols[None, :])
+    kt = kt_ptr + (head * D).to(tl.int64) * padded
+    v_base = v_ptr + head.to(tl.int64) * v_head
+    # Finite, so that a row that sees no key here has weights of zero and not of NaN.
+    m = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    for key in tl.range(first, tl.minimum(first + SPAN, tokens), KEYS, num_stages=STAGES):
+        at = tl.arange(0, KEYS) + key
+        k = tl.load(kt + cols[:, None] * padded + at[None, :])
+        values = tl.load(
+            v_base + at.to(tl.int64)[:, None] * v_row + cols[None, :],
+            mask=(at < tokens)[:, None], other=0.0,
+        )  # fmt: skip
+        s = tl.dot(q, k) * (SCALE * _LOG2E)
+        s = tl.where(at[None, :] <= places[:, None], s, float("-inf"))
+        higher = tl.maximum(m, tl.max(s, axis=1))
+        p = tl.exp2(s - higher[:, None])
+        shrink = tl.exp2(m - higher)
+        total = total * shrink + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(tl.float16), values, acc * shrink[:, None])
+        m = higher
+    entry = head * tl.num_programs(0) + tl.program_id(0)
+    tl.store(out_ptr + (entry * ROWS + row)[:, None] * D + cols[None, :], acc)
+    tl.store(stats_ptr + entry * (2 * ROWS) + row, m)
+    tl.store(stats_ptr + entry * (2 * ROWS) + ROWS + row, total)
 
 
 @triton.jit
@@ -231,18 +338,31 @@ def workspace_per_head(tokens: int, head_dim: int, chunk: int) -> int:
     """Bytes that ``polynomial_attention`` allocates for each head of a group."""
     chunks = -(-tokens // chunk)
     state = pairs(head_dim) * 256 * head_dim * (4 + 2)
-    lower = head_dim * head_dim * 2 * (4 + 4 + 2) + 2 * head_dim * 8
-    transposed = 2 * head_dim * chunk * 2
-    upcast = 2 * chunk * head_dim * 4
-    return chunks * (state + lower + transposed + upcast)
+    return chunks * (state + 2 * head_dim * head_dim * 2)
+
+
+def columns(t: torch.Tensor, chunk: int) -> torch.Tensor:
+    """``t [H, N, D]``, or a copy of it, as the kernels read it: tokens contiguous.
+
+    Beyond its N tokens the memory of each column holds zeros up to a whole chunk.
+    """
+    heads, tokens, dim = t.shape
+    if t.stride(1) == 1 and t.stride(2) % chunk == 0 and t.stride(0) == dim * t.stride(2):
+        return t
+    whole = t.new_zeros(heads, dim, -(-tokens // chunk) * chunk)
+    whole[:, :, :tokens] = t.transpose(1, 2)
+    return whole[:, :, :tokens].transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What the three launches read and write for a group of G heads and C = chunks of the past."""
+    """What the three launches read and write for a group of G heads and C = chunks of the past.
 
-    qt: torch.Tensor
-    kt: torch.Tensor
+    ``q`` and ``k`` as ``columns`` makes them.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
     v: torch.Tensor
     out: torch.Tensor
     coefficients: torch.Tensor | None
@@ -259,45 +379,29 @@ def operands(
     v: torch.Tensor,
     out: torch.Tensor,
     coefficients: torch.Tensor | None,
-    chunk: int,
+    past: KeyMoments,
 ) -> Operands:
-    """Transposed copies, lower moments and room for the states."""
-    heads, tokens, dim = q.shape
-    past = (tokens - 1) // chunk
-    padded = -(-tokens // chunk) * chunk
-    qt, kt = (t.new_zeros(heads, dim, padded) for t in (q, k))
-    qt[:, :, :tokens] = q.transpose(1, 2)
-    kt[:, :, :tokens] = k.transpose(1, 2)
-    keys = k[:, : past * chunk].reshape(heads * past, chunk, dim).float()
-    values = v[:, : past * chunk].reshape(heads * past, chunk, dim).float()
-    seen = torch.arange(1, past + 1, device=q.device, dtype=torch.float32) * chunk
-
-    def means(parts: torch.Tensor) -> torch.Tensor:
-        running = parts.view(heads, past, -1, dim).cumsum_(1)
-        return running.div_(seen[:, None, None])
-
-    # Products of float16 numbers are exact in TF32, so its setting makes no difference here.
-    mean1 = means(torch.bmm(keys.transpose(1, 2), values)).half()
-    moments = means(torch.bmm(keys.transpose(1, 2), keys)).half()
-    sums = means(torch.stack([keys.sum(1), values.sum(1)], 1))
-    shape = (heads, past, pairs(dim), 256, dim)
+    """The lower moments in float16, and room for the states."""
+    heads, _, dim = q.shape
+    shape = (heads, past.sums.shape[1], pairs(dim), 256, dim)
     local = torch.empty(shape, dtype=torch.float32, device=q.device)
     mean = torch.empty(shape, dtype=torch.float16, device=q.device)
     if coefficients is not None:
         coefficients = coefficients.float().contiguous()
-    return Operands(qt, kt, v, out, coefficients, mean1, moments, sums, local, mean)
+    linear, second = past.linear.half(), past.second.half()
+    return Operands(q, k, v, out, coefficients, linear, second, past.sums, local, mean)
 
 
 def steps(given: Operands, *, first_row: int, chunk: int, launch: PolynomialLaunch) -> list[Step]:
     """The three launches that write rows from ``first_row`` on."""
     heads, tokens, dim = given.v.shape
     past = given.mean.shape[1]
-    padded = given.kt.shape[-1]
+    padded = given.k.stride(2)
     elements = pairs(dim) * 256 * dim
     states = Step(
         states_kernel,
         (pairs(dim), past, heads),
-        (given.kt, given.v, given.local),
+        (given.k, given.v, given.local),
         (padded, given.v.stride(0), given.v.stride(1), past),
         {"D": dim, "CHUNK": chunk, "ROWS": min(launch.state_rows, chunk), "STAGES": launch.stages},
         {"num_warps": launch.state_warps},
@@ -315,7 +419,7 @@ def steps(given: Operands, *, first_row: int, chunk: int, launch: PolynomialLaun
         outputs_kernel,
         (-(-(tokens - first_row) // launch.rows), heads),
         (
-            given.qt, given.kt, given.v, given.mean, given.mean1, given.moments, given.sums,
+            given.q, given.k, given.v, given.mean, given.mean1, given.moments, given.sums,
             given.sums if given.coefficients is None else given.coefficients, given.out,
         ),
         (
@@ -342,12 +446,14 @@ def polynomial_attention(
     chunk: int,
     heads_at_once: int | None = None,
     launch: PolynomialLaunch | None = None,
+    past: KeyMoments | None = None,
 ) -> None:
     """Writes rows from ``first_row`` on to ``out``; the module says how, and the shapes.
 
     ``first_row`` is a positive multiple of ``chunk`` and below N; ``coefficients [H, 4]``, or None
     to fit each row's own scores. Heads go in groups of
-    ``heads_at_once`` (all by default), each taking ``workspace_per_head`` bytes a head.
+    ``heads_at_once`` (all by default), each taking ``workspace_per_head`` bytes a head. ``past`` is
+    what ``moments`` found, where that is known already.
 
     Raises:
         ValueError: a shape, dtype, stride or row does not fit.
@@ -355,14 +461,130 @@ def polynomial_attention(
     launch = launch or PolynomialLaunch()
     _check(q, k, v, out, coefficients, first_row, chunk, launch)
     heads = len(q)
+    q, k = columns(q, chunk), columns(k, chunk)
+    past = moments(k, v, chunk) if past is None else past
     group = heads_at_once or heads
     for at in range(0, heads, group):
         part = slice(at, at + group)
         fixed = None if coefficients is None else coefficients[part]
-        given = operands(q[part], k[part], v[part], out[part], fixed, chunk)
+        given = operands(q[part], k[part], v[part], out[part], fixed, past.heads(part))
         for step in steps(given, first_row=first_row, chunk=chunk, launch=launch):
             step()
         del given
+
+
+def moments(k: torch.Tensor, v: torch.Tensor, chunk: int) -> KeyMoments:
+    """``polynomial.key_moments`` in one pass over k and v."""
+    k = columns(k, chunk)
+    heads, tokens, dim = k.shape
+    past = (tokens - 1) // chunk
+    linear = torch.empty(heads, past, dim, dim, device=k.device)
+    second = torch.empty_like(linear)
+    sums = torch.empty(heads, past, 2, dim, device=k.device)
+    for step in (moments_step(k, v, linear, second, sums, chunk),) if past else ():
+        step()
+    return KeyMoments(*(running_means(part, chunk) for part in (linear, second, sums)))
+
+
+def moments_step(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    linear: torch.Tensor,
+    second: torch.Tensor,
+    sums: torch.Tensor,
+    chunk: int,
+) -> Step:
+    heads, _, dim = k.shape
+    past = sums.shape[1]
+    return Step(
+        moments_kernel,
+        (past, heads),
+        (k, v, linear, second, sums),
+        (k.stride(2), v.stride(0), v.stride(1), past),
+        {"D": dim, "CHUNK": chunk, "ROWS": min(64, chunk), "STAGES": 3},
+        {"num_warps": 4},
+    )
+
+
+def along(t: torch.Tensor, vector: torch.Tensor | None, chunk: int) -> torch.Tensor:
+    """``[H, N]`` float32: rows ``t [H, N, D]`` times their head's ``vector [H, D]`` or itself."""
+    t = columns(t, chunk)
+    out = torch.empty(t.shape[:2], device=t.device)
+    along_step(t, t if vector is None else vector.contiguous(), out, vector is None)()
+    return out
+
+
+def along_step(t: torch.Tensor, vector: torch.Tensor, out: torch.Tensor, square: bool) -> Step:
+    heads, tokens, dim = t.shape
+    span = min(128, _step(t))
+    return Step(
+        along_kernel,
+        (-(-tokens // span), heads),
+        (t, vector, out),
+        (tokens, t.stride(2)),
+        {"D": dim, "SPAN": span, "SQUARE": square},
+        {"num_warps": 4},
+    )
+
+
+def exact_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, chunk: int
+) -> torch.Tensor:
+    """``polynomial.exact_rows`` with float16 weights, in one pass over k and v."""
+    k = columns(k, chunk)
+    heads, tokens, dim = k.shape
+    count = max(16, power_of_two(len(rows)))
+    spare = rows[:1].expand(count - len(rows))
+    places = torch.cat([rows, spare])
+    queries = q[:, places].contiguous()
+    spans = -(-tokens // _SPAN)
+    out = torch.empty(heads, spans, count, dim, device=q.device)
+    stats = torch.empty(heads, spans, 2, count, device=q.device)
+    rows_step(queries, places.int(), k, v, out, stats)()
+    top, total = stats.unbind(2)
+    share = torch.exp2(top - top.amax(1, keepdim=True))
+    result = (out * share[..., None]).sum(1) / (total * share).sum(1)[..., None]
+    return result[:, : len(rows)]
+
+
+#: Keys that one program of ``rows_kernel`` meets.
+_SPAN = 4096
+
+
+def rows_step(
+    queries: torch.Tensor,
+    places: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    stats: torch.Tensor,
+) -> Step:
+    heads, spans, count, dim = out.shape
+    return Step(
+        rows_kernel,
+        (spans, heads),
+        (queries, places, k, v, out, stats),
+        (k.shape[1], k.stride(2), v.stride(0), v.stride(1)),
+        {
+            "D": dim, "SCALE": dim**-0.5, "ROWS": count, "KEYS": min(64, _step(k)), "SPAN": _SPAN,
+            "STAGES": 3,
+        },
+        {"num_warps": 8 if count >= 128 else 4},
+    )  # fmt: skip
+
+
+def _step(t: torch.Tensor) -> int:
+    """The largest power of two by which whole columns of ``columns(t)`` can be walked."""
+    return t.stride(2) & -t.stride(2)
+
+
+def operations(chunk: int) -> Operations:
+    """What ``fastlayer.polynomial`` needs of a layer, by these kernels."""
+    return Operations(
+        moments=lambda k, v: moments(k, v, chunk),
+        along=lambda t, vector: along(t, vector, chunk),
+        exact_rows=lambda q, k, v, rows: exact_rows(q, k, v, rows, chunk),
+    )
 
 
 def _check(

@@ -19,7 +19,16 @@ from pathlib import Path
 import torch
 
 from fastlayer.kernels.compile import Resources, compile_kernel, resources
-from fastlayer.kernels.polynomial import HEAD_DIMS, Operands, PolynomialLaunch, Step, steps
+from fastlayer.kernels.polynomial import (
+    HEAD_DIMS,
+    Operands,
+    PolynomialLaunch,
+    Step,
+    along_step,
+    moments_step,
+    rows_step,
+    steps,
+)
 from fastlayer.kernels.resources import (
     SHARED_LIMITS,
     SHARED_SLACK,
@@ -27,7 +36,8 @@ from fastlayer.kernels.resources import (
     Baseline,
     toolchain,
 )
-from fastlayer.polynomial import CHUNK, EXACT_ROWS
+from fastlayer.kernels.sizes import power_of_two
+from fastlayer.polynomial import CHECK_ROWS, CHUNK, EXACT_ROWS
 
 BASELINE = Path("baselines/polynomial_resources.json")
 CAPABILITIES = (80, 90, 120)
@@ -36,7 +46,7 @@ _TOKENS, _WIDTH, _HEADS = 100_000, 1024, 16
 
 
 def hollow_steps(head_dim: int, launch: PolynomialLaunch) -> list[Step]:
-    """The launches of case 14 over tensors without storage, of the strides and dtypes there."""
+    """Every launch of case 14 over tensors without storage, of the strides and dtypes there."""
     with torch.device("meta"):
         qkv = torch.empty(_TOKENS, 3 * _WIDTH, dtype=torch.float16)
         context = torch.empty(_TOKENS, _WIDTH, dtype=torch.float16)
@@ -44,11 +54,22 @@ def hollow_steps(head_dim: int, launch: PolynomialLaunch) -> list[Step]:
         out = context.view(_TOKENS, _HEADS, head_dim).transpose(0, 1)
         padded = -(-_TOKENS // CHUNK) * CHUNK
         past = (_TOKENS - 1) // CHUNK
-        half = torch.empty(_HEADS, head_dim, padded, dtype=torch.float16)
+        across = torch.empty(_HEADS, head_dim, padded, dtype=torch.float16)
+        t = across[:, :, :_TOKENS].transpose(1, 2)
         mean = torch.empty(_HEADS, past, 1, dtype=torch.float16)
-        single = torch.empty(1)
-    given = Operands(half, half, v, out, None, mean, mean, single, single, mean)
-    return steps(given, first_row=EXACT_ROWS, chunk=CHUNK, launch=launch)
+        single = torch.empty(_HEADS, past, 1)
+        rows = CHECK_ROWS + 2 * _HEADS
+        count = power_of_two(rows)
+        queries = torch.empty(_HEADS, count, head_dim, dtype=torch.float16)
+        places = torch.empty(count, dtype=torch.int32)
+        partial = torch.empty(_HEADS, 1, count, head_dim)
+    given = Operands(t, t, v, out, None, mean, mean, single, single, mean)
+    return [
+        *steps(given, first_row=EXACT_ROWS, chunk=CHUNK, launch=launch),
+        moments_step(t, v, single, single, single, CHUNK),
+        along_step(t, t, single, square=True),
+        rows_step(queries, places, t, v, partial, single),
+    ]
 
 
 def measure(capability: int) -> Iterator[tuple[str, Resources]]:

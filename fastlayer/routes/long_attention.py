@@ -60,7 +60,10 @@ def exact_attention(
     heads, tokens, dim = q.shape
     emulated = not q.is_cuda and q.dtype == torch.float16
     # Four dimensions: SDPA's fused kernels do not take three.
-    wide_q, wide_k, wide_v = (t.float()[None] if emulated else t[None] for t in (q, k, v))
+    wide_q, wide_k, wide_v = (
+        (t.float() if emulated else t if t.stride(-1) == 1 else t.contiguous())[None]
+        for t in (q, k, v)
+    )
     if not q.is_cuda:
         allowed = _CPU
     else:

@@ -1,15 +1,20 @@
 """One sample through the whole model in bounded memory: what ``prefix_stream`` and ``stream`` run.
 
     out = x                                              float32 residual, in the output itself
-    per layer:  qkv = Wqkv norm1(out) + b                float16 (or float32), all tokens
-                context = attention(qkv)                 exact, or the guarded polynomial
-                out += Wo context + b                    float16 operands, float32 sums and result
-                out += Wout gelu(Win norm2(out) + b) + b
-    out = final_norm(out)
+    per layer:  q, k, v = Wqkv' n(out + s) + b'          float16 (or float32), all tokens
+                context = attention(q, k, v)             exact, or the guarded polynomial
+                out += Wo context                        float16 operands, float32 sums and result
+                out += Wout gelu(Win' n(out + s) + b')
+    out = n(out + s) * weight + bias
 
-Everything but attention is per token and goes in blocks of rows; so besides qkv and the context,
-memory is a matter of the block. Products that feed the residual leave their float32 accumulators as
-they are: rounded to float16 there, they alone would cost more than the tolerance.
+n is LayerNorm without its affine part, which is folded into the weight that reads it (W', b'), and
+s the running sum of the biases that the residual has not been given (``folding``). Everything but
+attention is per token and goes in blocks of rows; so besides q, k, v and the context, memory is a
+matter of the block. Products that feed the residual leave their float32 accumulators as they are:
+rounded to float16 there, they alone would cost more than the tolerance.
+
+For the polynomial's kernels q and k are wanted with tokens contiguous. A matrix product writes its
+result either way at the same price, so they are projected like that.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.nn import functional as F
@@ -25,10 +30,9 @@ from torch.nn import functional as F
 from fastlayer import polynomial
 from fastlayer.config import TransformerConfig
 from fastlayer.polynomial import CHECK_BUDGET, Guard
+from fastlayer.routes.folding import FoldedLayer, accumulate, fold, normalise
 from fastlayer.routes.long_attention import exact_attention
-from fastlayer.weights import LayerWeights, ModelState
-
-Affine = tuple[torch.Tensor, torch.Tensor]
+from fastlayer.weights import ModelState
 
 #: Writes one sample's valid tokens, ``[n, d]`` float32, into the tensor it is given.
 Load = Callable[[torch.Tensor], object]
@@ -109,30 +113,6 @@ class Tally:
         return "; ".join(parts)
 
 
-@dataclass(frozen=True)
-class PackedLayer:
-    """One block's weights: matrices ``[out, in]`` in the compute dtype, the rest float32."""
-
-    norm1: Affine
-    qkv: Affine
-    out: Affine
-    norm2: Affine
-    ffn_in: Affine
-    ffn_out: Affine
-
-    @classmethod
-    def pack(cls, weights: LayerWeights, dtype: torch.dtype) -> PackedLayer:
-        qkv, qkv_bias = weights.packed_qkv()
-        return cls(
-            norm1=weights.norm1,
-            qkv=(qkv.to(dtype), qkv_bias.to(dtype)),
-            out=(weights.out[0].to(dtype), weights.out[1]),
-            norm2=weights.norm2,
-            ffn_in=(weights.ffn_in[0].to(dtype), weights.ffn_in[1].to(dtype)),
-            ffn_out=(weights.ffn_out[0].to(dtype), weights.ffn_out[1]),
-        )
-
-
 def fixed_bytes(config: TransformerConfig, itemsize: int, irregular: bool = False) -> int:
     """Bytes that one sample takes whatever its blocks: q, k, v, the context, and a copy of it.
 
@@ -152,15 +132,24 @@ class PrefixBody:
 
     def __init__(self, state: ModelState, config: TransformerConfig, plan: Plan) -> None:
         self._heads = config.num_heads
-        self._plan = plan
         self._rows = plan.rows
         self._room = plan.room
         self._state = state
-        self._layers = state.get(
-            ("prefix_stream", plan.dtype),
-            lambda: [PackedLayer.pack(weights, plan.dtype) for weights in state.layers],
-        )
+        layers = self._packed(plan.dtype)
+        if not all(layer.finite for layer in layers):
+            state.notes.append(
+                "prefix_stream: a weight folded with its norm leaves float16's range; float32 ran "
+                "instead, and exact attention"
+            )
+            plan = replace(plan, dtype=torch.float32, attention="exact")
+            layers = self._packed(plan.dtype)
+        self._plan = plan
+        self._layers = layers
         self._final = state.final_norm
+
+    def _packed(self, dtype: torch.dtype) -> list[FoldedLayer]:
+        key = ("prefix_stream", dtype)
+        return self._state.get(key, lambda: fold(self._state.layers, dtype))
 
     def tally(self) -> Tally:
         return Tally(self._plan.attention, self._plan.guard)
@@ -203,59 +192,92 @@ class PrefixBody:
     def _run(self, h: torch.Tensor, tally: Tally, exact: str) -> float:
         budgets: list[torch.Tensor] = []
         for layer in self._layers:
-            qkv = h.new_empty(len(h), 3 * h.shape[1], dtype=self._plan.dtype)
-            for rows in self._blocks(h):
-                normed = F.layer_norm(h[rows], h.shape[1:], *layer.norm1).to(self._plan.dtype)
-                _linear(normed, layer.qkv, qkv[rows])
-            q, k, v = (
-                t.view(len(h), self._heads, -1).transpose(0, 1)
-                for t in qkv.split(h.shape[1], dim=1)
-            )
-            context = None if exact else self._polynomial(q, k, v, tally)
-            if exact:
-                tally.exact(exact)
+            why = exact or self._why_exact(h)
+            q, k, v = self._project(layer, h, by_column=h.is_cuda and not why)
+            context = None
+            if not why:
+                context, why = self._polynomial(q, k, v, tally, layer, h, budgets)
             if context is None:
+                tally.exact(why)
                 context = exact_attention(q, k, v, self._plan.backend)
-            else:
-                budgets.append(self._check(layer, h, q, k, v, context))
-            del q, k, v, qkv
+            del q, k, v
             for rows in self._blocks(h):
                 _finish(layer, h[rows], context[rows])
             del context
+        owed = self._layers[-1].owed
         for rows in self._blocks(h):
-            h[rows] = F.layer_norm(h[rows], h.shape[1:], *self._final)
+            h[rows] = F.layer_norm(h[rows].add_(owed), h.shape[1:], *self._final)
         if not budgets:
             return math.nan
         # One synchronisation a sample, not one a layer.
         return float(torch.stack(budgets).max())
 
+    def _project(
+        self, layer: FoldedLayer, h: torch.Tensor, by_column: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v ``[H, N, D]`` as views, q and k ``by_column`` or all of one packed tensor."""
+        tokens, width = h.shape
+        dtype = self._plan.dtype
+        if not by_column:
+            packed = h.new_empty(tokens, 3 * width, dtype=dtype)
+            for rows in self._blocks(h):
+                normed = normalise(h[rows], layer.shift1, dtype)
+                _linear(normed, layer.qkv, layer.qkv_bias, packed[rows])
+            q, k, v = (
+                t.view(tokens, self._heads, -1).transpose(0, 1) for t in packed.split(width, dim=1)
+            )
+            return q, k, v
+        # Zeros beyond the last token, up to a whole chunk: see ``kernels.polynomial``.
+        columns = -(-tokens // self._plan.chunk) * self._plan.chunk
+        across = h.new_empty(2 * width, columns, dtype=dtype)
+        across[:, tokens:].zero_()
+        values = h.new_empty(tokens, width, dtype=dtype)
+        for rows in self._blocks(h):
+            normed = normalise(h[rows], layer.shift1, dtype)
+            torch.mm(layer.qkv[: 2 * width], normed.t(), out=across[:, rows])
+            torch.mm(normed, layer.qkv[2 * width :].t(), out=values[rows])
+        across[:width, :tokens].add_(layer.qkv_bias[:width, None])
+        q, k = (t.view(self._heads, -1, columns)[:, :, :tokens] for t in across.split(width))
+        v = values.view(tokens, self._heads, -1).transpose(0, 1)
+        return q.transpose(1, 2), k.transpose(1, 2), v
+
     def _blocks(self, h: torch.Tensor) -> list[slice]:
         return [slice(at, at + self._rows) for at in range(0, len(h), self._rows)]
 
     def _polynomial(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tally: Tally
-    ) -> torch.Tensor | None:
-        """The context by the guarded polynomial, or None, with the reason in the tally."""
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tally: Tally,
+        layer: FoldedLayer,
+        h: torch.Tensor,
+        budgets: list[torch.Tensor],
+    ) -> tuple[torch.Tensor | None, str]:
+        """The context by the polynomial, checked in some rows; or None, and why the guard refuses.
+
+        The worst budget of the layer's output in checked rows goes to ``budgets``.
+        """
         plan = self._plan
         heads, tokens, dim = q.shape
-        reason = self._why_exact(q)
-        if reason:
-            tally.exact(reason)
-            return None
-        found = polynomial.score_statistics(q, k, first_row=plan.exact_rows, chunk=plan.chunk)
-        tally.saw(found.worst_sigma, found.worst_mean)
-        refusal = plan.guard.objection(found) if plan.attention == "guarded" else ""
-        if refusal:
-            tally.exact(refusal)
-            return None
-        coefficients = polynomial.coefficients_of(plan.coefficients, found)
-        context = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
-        first = plan.exact_rows
-        context[:first] = exact_attention(q[:, :first], k[:, :first], v[:, :first], plan.backend)
-        out = context.view(tokens, heads, dim).transpose(0, 1)
+        first, chunk = plan.exact_rows, plan.chunk
         if q.is_cuda:
             from fastlayer.kernels import polynomial as kernel
 
+            by = kernel.operations(chunk)
+        else:
+            by = polynomial.operations(chunk)
+        seen = polynomial.survey(q, k, v, first_row=first, chunk=chunk, by=by)
+        found = seen.scores
+        tally.saw(found.worst_sigma, found.worst_mean)
+        refusal = plan.guard.objection(found) if plan.attention == "guarded" else ""
+        if refusal:
+            return None, refusal
+        coefficients = polynomial.coefficients_of(plan.coefficients, found)
+        context = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
+        context[:first] = exact_attention(q[:, :first], k[:, :first], v[:, :first], plan.backend)
+        out = context.view(tokens, heads, dim).transpose(0, 1)
+        if q.is_cuda:
             kernel.polynomial_attention(
                 q,
                 k,
@@ -263,27 +285,34 @@ class PrefixBody:
                 out,
                 coefficients,
                 first_row=first,
-                chunk=plan.chunk,
+                chunk=chunk,
                 heads_at_once=min(heads, self._heads_at_once(tokens, dim)),
+                past=seen.past,
             )
         else:
             polynomial.polynomial_attention(
-                q, k, v, out, coefficients, first_row=first, chunk=plan.chunk
+                q, k, v, out, coefficients, first_row=first, chunk=chunk
             )
         tally.layers["polynomial"] += 1
-        return context
+        rows = polynomial.check_rows(q, k, seen.norms, first_row=first, by=by)
+        exact = by.exact_rows(q, k, v, rows).transpose(0, 1).reshape(len(rows), -1)
+        ours, theirs = h[rows], h[rows]
+        _finish(layer, ours, context[rows])
+        _finish(layer, theirs, exact.to(context.dtype))
+        budgets.append(polynomial.budget_used(ours + layer.owed, theirs + layer.owed))
+        return context, ""
 
-    def _why_exact(self, q: torch.Tensor) -> str:
+    def _why_exact(self, h: torch.Tensor) -> str:
         """Why this attention is exact before anything is measured, or ""."""
         plan = self._plan
-        _, tokens, dim = q.shape
+        tokens, dim = len(h), h.shape[1] // self._heads
         if plan.attention == "exact":
             return "the launch asks for it"
         if plan.attention == "guarded" and plan.guard.threshold is None:
             return f"the guard is {plan.guard.provenance}"
         if tokens <= plan.exact_rows:
             return f"the first {plan.exact_rows:,} rows are exact in any case"
-        if not q.is_cuda:
+        if not h.is_cuda:
             return ""
         if dim not in _KERNEL_HEAD_DIMS:
             return f"the kernel takes head_dim {_KERNEL_HEAD_DIMS}, not {dim}"
@@ -301,46 +330,20 @@ class PrefixBody:
 
         return self._room // workspace_per_head(tokens, dim, self._plan.chunk)
 
-    def _check(
-        self,
-        layer: PackedLayer,
-        h: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        context: torch.Tensor,
-    ) -> torch.Tensor:
-        """The worst budget of the layer's output in checked rows, against exact attention."""
-        rows = polynomial.check_rows(q, k, first_row=self._plan.exact_rows)
-        exact = polynomial.exact_rows(q, k, v, rows).transpose(0, 1).reshape(len(rows), -1)
-        ours, theirs = h[rows], h[rows]
-        _finish(layer, ours, context[rows])
-        _finish(layer, theirs, exact.to(context.dtype))
-        return polynomial.budget_used(ours, theirs)
 
-
-def _finish(layer: PackedLayer, h: torch.Tensor, context: torch.Tensor) -> None:
+def _finish(layer: FoldedLayer, h: torch.Tensor, context: torch.Tensor) -> None:
     """The rest of a block for rows ``h [r, d]``, in place, from their context."""
-    h.add_(_wide(context, layer.out[0])).add_(layer.out[1])
-    normed = F.layer_norm(h, h.shape[1:], *layer.norm2).to(context.dtype)
-    hidden = normed.new_empty(len(h), len(layer.ffn_in[0]))
-    _linear(normed, layer.ffn_in, hidden)
-    h.add_(_wide(F.gelu(hidden), layer.ffn_out[0])).add_(layer.ffn_out[1])
+    accumulate(h, context, layer.out)
+    normed = normalise(h, layer.shift2, context.dtype)
+    hidden = normed.new_empty(len(h), len(layer.ffn_in))
+    _linear(normed, layer.ffn_in, layer.ffn_in_bias, hidden)
+    del normed
+    accumulate(h, F.gelu(hidden), layer.ffn_out)
 
 
-def _linear(x: torch.Tensor, affine: Affine, out: torch.Tensor) -> None:
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
     """``out = x W^T + b`` in x's dtype; on a CPU float16 is computed in float32 and rounded."""
-    weight, bias = affine
     if x.is_cuda or x.dtype == torch.float32:
         torch.addmm(bias, x, weight.t(), out=out)
     else:
         out.copy_(F.linear(x.float(), weight.float(), bias.float()))
-
-
-def _wide(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x W^T`` in float32, whatever the operands' dtype."""
-    if x.dtype == torch.float32:
-        return F.linear(x, weight)
-    if x.is_cuda:
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return F.linear(x.float(), weight.float())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -15,7 +15,8 @@ import torch
 from torch.nn import functional as F
 
 from fastlayer import polynomial
-from fastlayer.kernels.polynomial import PolynomialLaunch
+from fastlayer.kernels.polynomial import PolynomialLaunch, columns
+from fastlayer.kernels.polynomial import operations as kernel_operations
 from fastlayer.kernels.polynomial import polynomial_attention as launch_kernel
 
 
@@ -61,7 +62,7 @@ def run(check: Check) -> dict[str, object]:
     q, k, v = (packed[:, i].transpose(0, 1) for i in range(3))
     out = torch.full((check.tokens, check.heads, check.dim), float("nan")).half().transpose(0, 1)
     first = 2 * check.chunk
-    found = polynomial.score_statistics(q, k, first_row=first, chunk=check.chunk)
+    found = polynomial.survey(q, k, v, first_row=first, chunk=check.chunk).scores
     coefficients = polynomial.coefficients_of(check.kind, found)
     launch = PolynomialLaunch(rows=64, keys=64, state_rows=64)
     launch_kernel(
@@ -73,11 +74,31 @@ def run(check: Check) -> dict[str, object]:
     polynomial.polynomial_attention(*wide, twin, coefficients, first_row=first, chunk=check.chunk)
     exact = F.scaled_dot_product_attention(*(t[None] for t in wide), is_causal=True)[0]
     late = slice(first, None)
+    ours, theirs = kernel_operations(check.chunk), polynomial.operations(check.chunk)
+    # As the route has them when the kernels are to run: tokens contiguous, nothing is copied.
+    across = columns(q, check.chunk), columns(k, check.chunk)
+    assert all(columns(t, check.chunk) is t for t in across)
+    norms = polynomial.Norms.of(q, k, theirs)
+    rows = polynomial.check_rows(q, k, norms, first_row=first, by=theirs)
+    rows = torch.cat([rows, torch.tensor([0, check.tokens - 1])])
     return {
         "finite": bool(out[:, late].isfinite().all()),
         "untouched": bool(out[:, :first].isnan().all()),
         "from_twin": float((out[:, late] - twin[:, late]).abs().max()),
         "from_exact": float((out[:, late] - exact[:, late]).abs().max()),
+        "moments": max(
+            float((a - b).abs().max())
+            for a, b in zip(
+                astuple(ours.moments(across[1], v)), astuple(theirs.moments(k, v)), strict=True
+            )
+        ),
+        "along": max(
+            float((ours.along(t, vector) / theirs.along(t, vector) - 1).abs().max())
+            for t, vector in ((across[0], None), (k, k[:, 3]))
+        ),
+        "rows": float(
+            (ours.exact_rows(q, across[1], v, rows) - theirs.exact_rows(q, k, v, rows)).abs().max()
+        ),
         "twin_from_exact": float((twin[:, late] - exact[:, late]).abs().max()),
     }
 

@@ -94,11 +94,11 @@ def hidden_burst() -> Inputs:
 def defended(inputs: Inputs) -> tuple[str, float, float]:
     """What stopped the polynomial ("" if nothing did), its checked budget, and its true one."""
     q, k, v = inputs
-    found = polynomial.score_statistics(q, k, first_row=FIRST, chunk=CHUNK)
-    refusal = GUARD.objection(found)
+    seen = polynomial.survey(q, k, v, first_row=FIRST, chunk=CHUNK)
+    refusal = GUARD.objection(seen.scores)
     out = torch.zeros_like(q)
     polynomial.polynomial_attention(q, k, v, out, None, first_row=FIRST, chunk=CHUNK)
-    rows = polynomial.check_rows(q, k, first_row=FIRST)
+    rows = polynomial.check_rows(q, k, seen.norms, first_row=FIRST)
     exact_rows = polynomial.exact_rows(q, k, v, rows)
     checked = float(polynomial.budget_used(out[:, rows], exact_rows))
     exact = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from fastlayer import polynomial
-from fastlayer.polynomial import Guard, ScoreStatistics
+from fastlayer.polynomial import Guard, Norms, ScoreStatistics
 
 
 def heads(
@@ -73,9 +73,9 @@ def test_sampled_rows_cover_the_sequence_and_are_fixed() -> None:
 
 @pytest.mark.parametrize("tokens", [512, 600])
 def test_statistics_are_those_of_the_scores_themselves(tokens: int) -> None:
-    q, k, _ = heads(3, tokens, 16, spread=0.5, mean=0.4)
+    q, k, v = heads(3, tokens, 16, spread=0.5, mean=0.4)
     q[1] *= 2.0
-    found = polynomial.score_statistics(q, k, first_row=128, chunk=64)
+    found = polynomial.survey(q, k, v, first_row=128, chunk=64).scores
     rows = polynomial.sampled_rows(128, tokens, 512, 14, "cpu")
     scores = torch.einsum("hsd,hnd->hsn", q[:, rows], k).double() / 4.0
     past = (torch.arange(tokens) < (rows // 64 * 64)[:, None]).double()
@@ -136,7 +136,7 @@ def test_checked_rows_hold_the_likely_worst() -> None:
     k[1, 900] *= 40.0
     q[1, 1500] = k[1, 900] * 0.1
     q[1, 300] = k[1, 900]
-    rows = polynomial.check_rows(q, k, first_row=256)
+    rows = polynomial.check_rows(q, k, Norms.of(q, k, polynomial.operations()), first_row=256)
     assert len(rows) == polynomial.CHECK_ROWS + 4
     assert {777, 1500} <= set(rows.tolist())
     assert rows.min() >= 256
@@ -154,7 +154,7 @@ def errors(
 ) -> tuple[float, float]:
     """Worst and rms difference from exact attention, of rows from ``first`` on."""
     q, k, v = heads(2, tokens, 16, spread=sigma, mean=mean)
-    found = polynomial.score_statistics(q, k, first_row=first, chunk=256)
+    found = polynomial.survey(q, k, v, first_row=first, chunk=256).scores
     out = torch.full_like(q, math.nan)
     coefficients = polynomial.coefficients_of(kind, found)
     polynomial.polynomial_attention(q, k, v, out, coefficients, first_row=first, chunk=256)
@@ -190,7 +190,7 @@ def test_rows_of_their_own_beat_one_fit_for_all() -> None:
     q, k, v = heads(1, 4096, 16, spread=0.3)
     q *= torch.linspace(0.2, 1.5, 4096)[torch.randperm(4096)][None, :, None]
     q[:, :, 0] = torch.linspace(-1.5, 1.5, 4096)
-    found = polynomial.score_statistics(q, k, first_row=1024, chunk=256)
+    found = polynomial.survey(q, k, v, first_row=1024, chunk=256).scores
     worst = {}
     for kind in polynomial.COEFFICIENTS:
         out = torch.zeros_like(q)

@@ -54,6 +54,16 @@ def test_the_kernel_does_what_the_algorithm_does(
     assert row["from_exact"] <= row["twin_from_exact"] + _BOUND.get(name, 2e-4)
 
 
+@pytest.mark.parametrize("name", _NAMES)
+def test_what_surveys_and_checks_is_the_same_by_kernels(
+    name: str, results: dict[str, dict[str, float]]
+) -> None:
+    row = results[name]
+    assert row["moments"] <= 1e-4
+    assert row["along"] <= 1e-3
+    assert row["rows"] <= 1e-3
+
+
 def test_a_narrow_spread_is_exact_to_float16(results: dict[str, dict[str, float]]) -> None:
     assert results["narrow spread"]["from_exact"] <= 2e-4
 
@@ -62,7 +72,7 @@ def test_a_narrow_spread_is_exact_to_float16(results: dict[str, dict[str, float]
 def test_resources_hold_their_baseline(capability: int) -> None:
     baseline = table.read_baseline(_BASELINE)
     found = dict(table.measure(capability))
-    assert len(found) == 3
+    assert len(found) == 6
     for name, taken in found.items():
         assert not table.complaints(capability, name, taken, baseline), taken
 
