@@ -248,7 +248,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         raise BaselineError(
             f"{arguments.record}: no case {shown(arguments.case)}; its cases are {names}"
         )
-    print("\n".join(explain.explain(arguments.case, case)))
+    print("\n".join(explain.explain(arguments.case, case, record.device)))
     return OK
 
 

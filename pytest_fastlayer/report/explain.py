@@ -2,117 +2,152 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from pytest_fastlayer.records import Accuracy, CaseRecord, NoiseFloor, Timing, Verdict
-from pytest_fastlayer.report import text
+from pytest_fastlayer.records import (
+    Accuracy,
+    Arm,
+    BaseArm,
+    CaseRecord,
+    Device,
+    NoiseFloor,
+    PeakMemory,
+    Timing,
+    Verdict,
+)
+from pytest_fastlayer.report import roofline, text
+from pytest_fastlayer.report.rules import (
+    ADVICE,
+    BASE_ADVICE,
+    BASE_RULES,
+    BASE_STATUS,
+    DIAGNOSTIC_PASS,
+    FLOOR_SOURCES,
+    RULES,
+)
 from pytest_fastlayer.report.table import label
 
-#: The rule behind each verdict.
-RULES: dict[Verdict, str] = {
-    Verdict.PASS: "PASS: every element in tolerance, the speedup's interval lies above 1 + floor, "
-    "and no regression against the baseline.",
-    Verdict.FASTER: "FASTER: as PASS, and faster than the baseline beyond both noise floors.",
-    Verdict.BELOW_FLOOR: "BELOW_FLOOR: accurate, but the speedup does not clear 1 + floor.",
-    Verdict.SLOWER: "SLOWER: the drop against the baseline lies wholly beyond the combined noise "
-    "floors, after Holm's correction over the cases of the run.",
-    Verdict.MORE_MEMORY: "MORE_MEMORY: the candidate's peak memory exceeds the baseline's by more "
-    "than the tolerance.",
-    Verdict.INCORRECT: "INCORRECT: a single element out of tolerance, or not finite where the "
-    "reference is, fails the case; no speed is reported for it.",
-    Verdict.DISHONEST: "DISHONEST: a probe caught the candidate doing something other than the "
-    "work; no speed is reported for it.",
-    Verdict.INCONCLUSIVE: "INCONCLUSIVE: after every extension the interval still straddles the "
-    "floor, so neither a pass nor a failure can be claimed.",
-    Verdict.UNRESOLVABLE: "UNRESOLVABLE: the work is too short for the timer to resolve.",
-    Verdict.NO_BASELINE: "NO_BASELINE: green on its own; there is no stored figure to hold it to.",
-    Verdict.STALE_BASELINE: "STALE_BASELINE: the stored figure belongs to another reference, "
-    "workload, precision or timing method, so the two cannot be compared.",
-    Verdict.OTHER_MACHINE: "OTHER_MACHINE: green on its own; the stored figure is another "
-    "device's.",
-    Verdict.UNSUPPORTED: "UNSUPPORTED: this machine cannot hold the case or finish it in time.",
-    Verdict.ACCURATE: "ACCURATE: accuracy and honesty were checked, and nothing was timed.",
-}
-_MORE_TIME = "take more pairs (--fastlayer-pairs) and settle longer (--fastlayer-settle)"
-#: What helps against each verdict.
-ADVICE: dict[Verdict, tuple[str, ...]] = {
-    Verdict.BELOW_FLOOR: (
-        "if the floor is high, quieten the machine: close other processes, fix the clocks",
-        _MORE_TIME,
-        "if the floor is low, the candidate is simply not faster",
-    ),
-    Verdict.SLOWER: (
-        "compare the two commits named in the records, and the software that changed between them",
-        "if the slowdown is intended, accept it by name (--fastlayer-accept CASE with "
-        "--fastlayer-update-baseline)",
-    ),
-    Verdict.MORE_MEMORY: (
-        "look for buffers that outlive the call, and for new intermediate copies",
-        "if the memory is well spent, accept it by name (--fastlayer-accept CASE)",
-    ),
-    Verdict.INCORRECT: (
-        "replay the failing seed with the command in the test's failure message",
-        "compare precision settings (float32 matmul precision, TF32) of the two arms",
-    ),
-    Verdict.DISHONEST: ("read the probe's message below: it says what the candidate did",),
-    Verdict.INCONCLUSIVE: (
-        _MORE_TIME,
-        "quieten the machine: another process on the device, or clocks that change, widen the "
-        "interval",
-    ),
-    Verdict.UNRESOLVABLE: (
-        "time a larger workload, or longer blocks (--fastlayer-block-ms) so that more forwards "
-        "fit in one",
-    ),
-    Verdict.NO_BASELINE: ("store one with --fastlayer-update-baseline",),
-    Verdict.STALE_BASELINE: (
-        "restore the settings that differ, or accept the new figure by name (--fastlayer-accept "
-        "CASE with --fastlayer-update-baseline)",
-    ),
-    Verdict.OTHER_MACHINE: ("record a baseline on this machine with --fastlayer-update-baseline",),
-    Verdict.UNSUPPORTED: (
-        "run it on a machine with more memory, or raise --fastlayer-max-case if it is time that "
-        "rules it out",
-    ),
-    Verdict.ACCURATE: ("time it with --fastlayer-bench",),
-}
-#: Where a noise floor came from, and what lowers it.
-_SOURCES = {
-    "within_quad": ("the disagreement between the two orders of a quad", _MORE_TIME),
-    "control": (
-        "the A/A control, one arm timed against itself",
-        "look for what differs between two equal arms: clocks, other processes, memory layout",
-    ),
-    "resolution": ("the timer's resolution over a block", "time longer blocks"),
-    "min_effect": (
-        "the configured minimum effect",
-        "lower --fastlayer-min-effect if smaller changes matter to you",
-    ),
-}
 
+def explain(name: str, case: CaseRecord, device: Device | None = None) -> list[str]:
+    """The explanation of one case, one sentence or point a line; "" parts paragraphs.
 
-def explain(name: str, case: CaseRecord) -> list[str]:
-    """The explanation of one case, one sentence or point a line."""
+    With the ``device`` that it ran on, the case's time is held against what the device could do.
+    """
     # Once more as a whole: a label of ":" must not make the line a runner's command.
     lines = [text.plain(f"{label(name, case)}: {case.verdict.value}")]
     if case.reason:
         lines.append(text.plain(case.reason, 1000))
-    lines += ["", f"The rule. {RULES[case.verdict]}"]
-    if case.accuracy is not None:
-        lines += ["", *_accuracy(case.accuracy)]
-    lines += [
-        f"Probe {text.plain(probe.name)} failed: {text.plain(probe.message, 400)}"
-        for probe in case.probes
-        if not probe.passed
+    lines += ["", f"The rule. {_rule(case)}"]
+    paragraphs = [
+        [] if case.accuracy is None else list(_accuracy(case.accuracy)),
+        list(_probes(case)),
+        list(_time(case)),
+        list(_roofline(case, device)),
+        list(_memory(case.peak_mib)),
+        list(_comparison(case)),
+        [] if case.base is None else list(_base(case.base)),
+        [*_arms("Rival", case.rivals), *_arms("Variant", case.variants)],
     ]
-    if case.timing is not None:
-        lines += ["", *_timing(case.timing)]
-    if case.comparison is not None:
-        lines += ["", *_comparison(case)]
-    advice = [*ADVICE.get(case.verdict, ()), *_floor_advice(case)]
+    for paragraph in paragraphs:
+        lines += ["", *paragraph] if paragraph else []
+    advice = list(_advice(case))
     if advice:
         lines += ["", "What to try:", *(f"- {item}" for item in dict.fromkeys(advice))]
     return lines
+
+
+def decided_by_base(case: CaseRecord) -> bool:
+    """A measured base that shows a drop, a gain or neither replaces the stored baseline's rule."""
+    return case.base is not None and case.base.verdict in BASE_RULES
+
+
+def _rule(case: CaseRecord) -> str:
+    if case.verdict is Verdict.PASS and case.is_diagnostic:
+        return DIAGNOSTIC_PASS
+    if decided_by_base(case) and case.verdict in BASE_RULES:
+        return BASE_RULES[case.verdict]
+    return RULES[case.verdict]
+
+
+def _advice(case: CaseRecord) -> Iterator[str]:
+    by_base = decided_by_base(case) and case.verdict in BASE_ADVICE
+    yield from (BASE_ADVICE if by_base else ADVICE).get(case.verdict, ())
+    if case.base is not None and BASE_STATUS[case.base.status][1]:
+        yield f"for the base: {BASE_STATUS[case.base.status][1]}"
+    source = _source(case.timing.floor_sources) if case.timing else None
+    if source and case.timing is not None and case.timing.noise_floor > 0.05:
+        yield FLOOR_SOURCES[source][1]
+
+
+def _probes(case: CaseRecord) -> Iterator[str]:
+    failed = [probe for probe in case.probes if not probe.passed]
+    if case.probes:
+        yield f"Honesty. {len(failed)} of {len(case.probes)} probes caught the candidate."
+    for probe in failed:
+        yield f"Probe {text.plain(probe.name)} failed: {text.plain(probe.message, 400)}"
+
+
+def _time(case: CaseRecord) -> Iterator[str]:
+    if case.timing is not None:
+        yield from _diagnosis(case.timing) if case.is_diagnostic else _timing(case.timing)
+
+
+def _roofline(case: CaseRecord, device: Device | None) -> Iterator[str]:
+    peaks = None if device is None else roofline.peaks_of(device)
+    times = roofline.times_floor(case, peaks)
+    if peaks is not None and case.work is not None and times is not None:
+        least = peaks.floor_s(case.work)
+        unit, scale = text.unit_for([least])
+        yield (
+            f"Roofline. At the device's peak rates this work takes "
+            f"{text.significant(least / scale)} {unit}; the candidate takes "
+            f"{text.significant(times, 3)} times that ({peaks.source})."
+        )
+
+
+def _memory(peak: PeakMemory | None) -> Iterator[str]:
+    if peak is not None and peak.candidate is not None:
+        beside = f"; reference {text.mib(peak.reference)} MiB" if peak.reference is not None else ""
+        yield f"Memory. The candidate's peak is {text.mib(peak.candidate)} MiB{beside}."
+
+
+def _base(base: BaseArm) -> Iterator[str]:
+    rev = text.plain(base.rev, 80)
+    commit = f" (commit {text.revision(base.commit)})" if base.commit else ""
+    timing = base.timing
+    if timing is None:
+        reason = f": {text.plain(base.reason, 400)}" if base.reason else ""
+        yield f"Base. {rev}{commit} gives no figure: {BASE_STATUS[base.status][0]}{reason}."
+        yield from (f"It wrote: {text.plain(line, 200)}" for line in base.tail)
+        yield "So the stored baseline decides, where there is one."
+        return
+    unit, scale = text.unit_for([timing.candidate_s])
+    yield (
+        f"Base. {rev}{commit}, timed in the same schedule in a process of its own: base "
+        f"{text.significant(timing.reference_s / scale)} {unit}, head "
+        f"{text.significant(timing.candidate_s / scale)} {unit}; base time over head time "
+        f"{text.ratio(timing.speedup, timing.ci)}, and below 1 the head is slower."
+    )
+    p_value = "" if base.p_value is None else f"; one-sided p = {base.p_value:.3g}"
+    yield f"A change counts beyond a noise floor of {text.percent(timing.noise_floor)}{p_value}."
+    if base.head is not None and base.base is not None:
+        yield (
+            f"Over the reference, in that schedule, the head came to "
+            f"{text.speedup(base.head.value, base.head.ci)} and the base to "
+            f"{text.speedup(base.base.value, base.base.ci)}."
+        )
+    if base.verdict is Verdict.INCONCLUSIVE:
+        yield "That decides nothing, so the stored baseline does, where there is one."
+    else:
+        yield "This takes the place of the stored baseline: no other day's clock is involved."
+    yield from (f"Warning: {text.plain(warning, 400)}" for warning in timing.warnings)
+
+
+def _arms(kind: str, arms: Sequence[Arm]) -> Iterator[str]:
+    for arm in arms:
+        figure = f" {text.speedup(arm.timing.speedup, arm.timing.ci)}" if arm.timing else ""
+        reason = f", {text.plain(arm.reason, 300)}" if arm.reason else ""
+        yield f"{kind} {text.plain(arm.name, 60)}:{figure} {arm.verdict.value}{reason}."
 
 
 def _accuracy(accuracy: Accuracy) -> Iterator[str]:
@@ -137,6 +172,22 @@ def _accuracy(accuracy: Accuracy) -> Iterator[str]:
         )
 
 
+def _diagnosis(timing: Timing) -> Iterator[str]:
+    unit, scale = text.unit_for([timing.candidate_s])
+    yield (
+        f"Timing. Candidate {text.significant(timing.candidate_s / scale)} {unit}, oracle "
+        f"{text.significant(timing.reference_s / scale)} {unit}. Their ratio of "
+        f"{text.speedup(timing.speedup)} is a diagnostic from {timing.pairs} pairs: an oracle is "
+        "built to be lean in memory, not fast, so no speedup is claimed and none is compared."
+    )
+    if timing.aa is not None:
+        yield (
+            f"A/A control: the {timing.aa.arm} against itself gave "
+            f"{text.percent(timing.aa.speedup - 1, signed=True)} over {timing.aa.pairs} pairs."
+        )
+    yield from (f"Warning: {text.plain(warning, 400)}" for warning in timing.warnings)
+
+
 def _timing(timing: Timing) -> Iterator[str]:
     unit, scale = text.unit_for([timing.candidate_s])
     yield (
@@ -147,7 +198,7 @@ def _timing(timing: Timing) -> Iterator[str]:
     )
     floor = timing.noise_floor
     source = _source(timing.floor_sources)
-    because = f", set by {_SOURCES[source][0]}" if source else ""
+    because = f", set by {FLOOR_SOURCES[source][0]}" if source else ""
     yield f"Noise floor {text.percent(floor)}{because}."
     if timing.ci is not None:
         low, high = timing.ci
@@ -173,7 +224,8 @@ def _timing(timing: Timing) -> Iterator[str]:
 
 def _comparison(case: CaseRecord) -> Iterator[str]:
     change = case.comparison
-    assert change is not None
+    if change is None:
+        return
     yield (
         f"Baseline. Speedup now over speedup stored in {text.plain(change.baseline)}: "
         f"{text.ratio(change.ratio, change.ci)}; below 1 is slower. A change counts beyond the "
@@ -189,10 +241,4 @@ def _comparison(case: CaseRecord) -> Iterator[str]:
 def _source(sources: NoiseFloor | None) -> str | None:
     if sources is None:
         return None
-    return max(_SOURCES, key=lambda name: float(getattr(sources, name)))
-
-
-def _floor_advice(case: CaseRecord) -> list[str]:
-    source = _source(case.timing.floor_sources) if case.timing else None
-    wide = case.timing is not None and case.timing.noise_floor > 0.05
-    return [_SOURCES[source][1]] if source and wide else []
+    return max(FLOOR_SOURCES, key=lambda name: float(getattr(sources, name)))
