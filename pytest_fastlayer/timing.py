@@ -39,9 +39,11 @@ __all__ = [
     "Telemetry",
     "TimerPatchedError",
     "clock_for",
+    "fill_block",
     "measure",
     "patched_timers",
     "peak_memory",
+    "settle_arms",
 ]
 
 _ARMS = {"A": "reference", "B": "candidate"}
@@ -103,8 +105,8 @@ def measure(
             telemetry.settle_s = max(telemetry.settle_s, settle)
             names = " and ".join(_ARMS[label] for label in lively)
             report(f"settling {names} for {settle:.1f} s")
-            costs |= _settle(lively, settle, clock, plan)
-        forwards = forwards or (_fill(costs["A"], plan), _fill(costs["B"], plan))
+            costs |= settle_arms(lively, settle, clock, plan)
+        forwards = forwards or (fill_block(costs["A"], plan), fill_block(costs["B"], plan))
     counts = dict(zip("AB", forwards, strict=True))
     samples: dict[str, list[float]] = {"A": [], "B": []}
     readings: list[dict[str, ClockReading | None]] = []
@@ -156,7 +158,9 @@ def _notice_company(telemetry: Telemetry, monitor: NvmlMonitor | None) -> None:
         telemetry.other_processes = max(telemetry.other_processes, monitor.other_processes())
 
 
-def _settle(arms: Mapping[str, Arm], seconds: float, clock: Clock, plan: Plan) -> dict[str, float]:
+def settle_arms(
+    arms: Mapping[str, Arm], seconds: float, clock: Clock, plan: Plan
+) -> dict[str, float]:
     """Run the arms in alternating blocks, AB BA, for ``seconds`` of wall time in all.
 
     Each runs at least twice unless one forward takes long. Blocks grow to what is timed. Returns
@@ -178,7 +182,7 @@ def _settle(arms: Mapping[str, Arm], seconds: float, clock: Clock, plan: Plan) -
         for label in filter(goes_on, order):
             block = clock.block(arms[label], forwards[label], cold=cold)
             latest[label].append(block.seconds / forwards[label])
-            fill = _fill(_recent(latest[label]), plan)
+            fill = fill_block(_recent(latest[label]), plan)
             forwards[label] = min(4 * forwards[label], fill)
         order.reverse()
     return {label: _recent(seen) for label, seen in latest.items()}
@@ -188,7 +192,7 @@ def _recent(seen: list[float]) -> float:
     return statistics.median(seen[-5:] if len(seen) > 2 else seen[-1:])
 
 
-def _fill(forward_s: float, plan: Plan) -> int:
+def fill_block(forward_s: float, plan: Plan) -> int:
     """Forwards that fill a block."""
     return max(1, min(MAX_FORWARDS, math.ceil(plan.block_ms / 1e3 / max(forward_s, 1e-9))))
 
