@@ -4,7 +4,7 @@
     python -m fastlayer.extreme accuracy  --trials 5     # every element against the oracle
     python -m fastlayer.extreme time      --attention exact
     python -m fastlayer.extreme stream    --memory-gib 15
-    python -m fastlayer.extreme scaling   --tokens 12500 25000 50000 100000 200000
+    python -m fastlayer.extreme scaling   --tokens 12500 25000 50000 100000 200000 --plot FILE
 
 ``calibrate`` scales the query projection, so that scores spread from 0.2 to 1.2, and compares the
 whole model with the oracle: the guard's threshold is the spread where the worst element reaches
@@ -56,6 +56,7 @@ FACTORS = (0.6, 0.8, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0, 2.5, 3.0, 3.6)
 
 #: Lengths measured unless others are given; all but these take case 14's.
 _TOKENS = {"calibrate": 32_768}
+_PLOTTED = ("calibrate", "scaling")
 
 Json = dict[str, Any]
 
@@ -156,25 +157,38 @@ def guard_data(curve: Json, device: str, evidence: str) -> Json:
     }
 
 
-def plot(curve: Json, path: Path) -> None:
-    """Budget against spread, one line for each kind of attention; needs matplotlib."""
+def plot(found: Json, path: Path) -> None:
+    """The picture of a calibration's or a scaling's result, as SVG or whatever the name says.
+
+    A calibration's is budget against spread, a scaling's seconds against tokens; one line for each
+    kind of attention. The same numbers make the same file. Needs matplotlib.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    points = sorted(curve["points"], key=lambda point: point["sigma"])
-    for name in ("exact", *COEFFICIENTS):
-        pairs = [(p["sigma"], p[name]["budget_used"]) for p in points]
-        axes.plot(*zip(*pairs, strict=True), marker="o", label=name)
-    axes.axhline(curve["budget"], linestyle="--", color="grey", label="threshold's budget")
-    axes.set(xlabel="worst score spread", ylabel="budget of the worst element", yscale="log")
-    axes.set_title(curve["workload"])
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    with matplotlib.rc_context({"svg.hashsalt": "fastlayer", "svg.fonttype": "none"}):
+        figure, axes = pyplot.subplots(figsize=(7, 4.5))
+        if "budget" in found:
+            points = sorted(found["points"], key=lambda point: point["sigma"])
+            for name in ("exact", *COEFFICIENTS):
+                pairs = [(p["sigma"], p[name]["budget_used"]) for p in points]
+                axes.plot(*zip(*pairs, strict=True), marker="o", label=name)
+            axes.axhline(found["budget"], linestyle="--", color="grey", label="threshold's budget")
+            axes.set(xlabel="worst score spread", ylabel="budget of the worst element")
+            axes.set(yscale="log", title=found["workload"])
+        else:
+            for name, line in found["attention"].items():
+                pairs = [(p["tokens"], p["seconds"]) for p in line["points"]]
+                grows = f"{name}, exponent {line['exponent']:.2f}" if line["exponent"] else name
+                axes.plot(*zip(*pairs, strict=True), marker="o", label=grows)
+            axes.set(xlabel="tokens of one sample", ylabel="seconds of a forward")
+            axes.set(xscale="log", yscale="log", title=found["device"])
+        axes.legend()
+        figure.tight_layout()
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        pyplot.close(figure)
 
 
 def accuracy(config: TransformerConfig, device: str, launch: Launch, trials: int) -> Json:
@@ -268,12 +282,20 @@ def streamed(config: TransformerConfig, device: str, launch: Launch, repeats: in
 def scaling(
     config: TransformerConfig, device: str, launch: Launch, repeats: int, lengths: list[int]
 ) -> Json:
-    """Seconds by length at batch one, and the exponent of a power law fitted to them."""
-    points = []
-    for tokens in lengths:
-        one = replace(config, batch_size=1, seq_len=tokens)
-        points.append({"tokens": tokens, **resident(one, device, launch, repeats)})
-    return {"points": points, "exponent": exponent([(p["tokens"], p["seconds"]) for p in points])}
+    """Seconds by length at batch one, and the exponent of a power law fitted to them.
+
+    Of the attention that ``launch`` names, and of exact attention beside it.
+    """
+    lines: Json = {}
+    for attention in dict.fromkeys((launch["attention"], "exact")):
+        points = []
+        for tokens in lengths:
+            one = replace(config, batch_size=1, seq_len=tokens)
+            found = resident(one, device, {**launch, "attention": attention}, repeats)
+            points.append({"tokens": tokens, **found})
+        fitted = exponent([(p["tokens"], p["seconds"]) for p in points])
+        lines[str(attention)] = {"points": points, "exponent": fitted}
+    return {"attention": lines}
 
 
 def exponent(points: list[tuple[float, float]]) -> float | None:
@@ -288,6 +310,9 @@ def exponent(points: list[tuple[float, float]]) -> float | None:
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    if options.plot and options.command not in _PLOTTED:
+        print(f"--plot is for {' and '.join(_PLOTTED)}, not {options.command}", file=sys.stderr)
+        return 2
     options.tokens = options.tokens or [_TOKENS.get(options.command, CASES[14].seq_len)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.memory_gib:
@@ -325,6 +350,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(text)
     if options.out:
         options.out.write_text(text + "\n")
+    if options.plot:
+        plot(found, options.plot)
     if options.command == "calibrate":
         _install(found, options)
     return 0
@@ -334,8 +361,6 @@ def _install(found: Json, options: argparse.Namespace) -> None:
     evidence = str(options.out or "not recorded")
     data = guard_data(found, found["device"], evidence)
     print(f"threshold {data['threshold']}", file=sys.stderr)
-    if options.plot:
-        plot(found, options.plot)
     if options.install:
         path = Path(__file__).with_name("polynomial_guard.json")
         path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
@@ -367,7 +392,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--factors", type=float, nargs="+", default=list(FACTORS))
     parser.add_argument("--memory-gib", type=float, default=None, help="cap of device memory")
     parser.add_argument("--out", type=Path, default=None, metavar="FILE")
-    parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help="of calibrate")
+    parser.add_argument(
+        "--plot", type=Path, default=None, metavar="FILE", help="of calibrate, scaling"
+    )
     parser.add_argument("--install", action="store_true", help="make it the package's threshold")
     return parser
 

@@ -218,8 +218,8 @@ class Paired:
                 makes the ratio diagnostic.
             tolerance: What this pair promises; by default the test's marker, else 0.002 or 2%.
             float64: An exact evaluation; by default a double copy of a module reference.
-            describe: Called with the candidate after it ran; may give ``route``, ``launch`` and
-                ``objections`` for the record.
+            describe: Called with the candidate after it ran; may give ``route``, ``launch``,
+                ``objections`` and ``notes`` for the record.
             rivals: Factories of what a user would pick instead (``--fastlayer-rival NAME``).
             variants: Factories of other ways the candidate could run (``--fastlayer-admit``).
 

@@ -382,6 +382,7 @@ class CaseRecord(Model):
     route: str | None = None
     launch: dict[str, JsonValue] | None = None
     objections: dict[str, list[str]] | None = None  #: rejected route -> reasons
+    notes: tuple[str, ...] = ()  #: what the candidate says of its run, e.g. what a guard measured
     accuracy: Accuracy | None = None
     timing: Timing | None = None
     peak_mib: PeakMemory | None = None

@@ -19,9 +19,10 @@ from rivals import rivals
 
 from fastlayer import CASES, Admissions, FastTransformer, ReferenceTransformer, TransformerConfig
 from fastlayer.admissions import committed
-from fastlayer.contract import Precision, RuntimeContract
+from fastlayer.contract import GIB, Precision, RuntimeContract
 from fastlayer.device import free_bytes, probe
 from fastlayer.inputs import BASE_SEED, make_inputs
+from fastlayer.oracle import Oracle
 from fastlayer.routes import eligible_routes, launches
 from pytest_fastlayer import freeze
 
@@ -29,6 +30,11 @@ from pytest_fastlayer import freeze
 CHECK_BATCH = 2
 #: Batch at which a reference too slow to run whole is priced.
 PRICING_BATCH = 8
+#: Room for the oracle's blocks of scores: wide ones keep a large GPU's matrix units busy.
+ORACLE_WORKSPACE = 16 * GIB
+#: Activations alive at once while an oracle's case is judged: the input, fresh contents for it, and
+#: outputs of both arms that are compared or kept.
+ORACLE_ACTIVATIONS = 6
 
 
 def label(case_id: int, config: TransformerConfig) -> str:
@@ -69,6 +75,17 @@ def too_large(config: TransformerConfig, device: str) -> str | None:
     )
 
 
+def no_oracle(config: TransformerConfig, device: str) -> str | None:
+    """Why the reference in linear memory is no way out here either, or None."""
+    if device == "cpu":
+        return f"and a CPU is too slow for its oracle: {config.flops / 1e12:,.0f} TFLOP a forward"
+    needed = ORACLE_ACTIVATIONS * config.activation_bytes() + ORACLE_WORKSPACE
+    free = free_bytes(torch.device(device))
+    if needed <= free:
+        return None
+    return f"judging it by its oracle takes {needed / 1e9:,.1f} GB (fastlayer.stream needs less)"
+
+
 def too_slow(
     reference_class: type, config: TransformerConfig, device: str, limit_s: float
 ) -> str | None:
@@ -100,21 +117,27 @@ def build(reference: torch.nn.Module, config: TransformerConfig, **options: Any)
     return model.to(next(reference.parameters()).device).eval()
 
 
-def policy(device: str) -> str:
-    """Strict wherever evidence exists for this device, else the first eligible route."""
+def policy(device: str, case_id: int, dense_fits: bool) -> str:
+    """Strict wherever evidence exists for this device, else the first eligible route.
+
+    Where dense arithmetic does not fit, strict would refuse a case before it was ever measured:
+    there it takes evidence for the case itself.
+    """
     name = probe(torch.device(device)).name
     rows: Admissions = committed()
-    return "strict" if any(row.device == name for row in rows.admitted) else "eligible"
+    known = [row.case for row in rows.admitted if row.device == name]
+    return "strict" if (case_id in known if not dense_fits else known) else "eligible"
 
 
 def describe(model: FastTransformer) -> Mapping[str, Any]:
-    """Route, launch and objections of what ran, for the record."""
+    """Route, launch, objections and notes of what ran, for the record."""
     decision = model.last_decision
     assert decision is not None
     return {
         "route": decision.route,
         "launch": dict(decision.launch) or None,
         "objections": {name: list(reasons) for name, reasons in decision.rejected},
+        "notes": list(decision.notes),
     }
 
 
@@ -145,8 +168,9 @@ def test_case(case_id, paired):
     config = CASES[case_id]
     name, device = str(case_id), paired.device
     facts = {"label": label(case_id, config), "workload": workload(config)}
-    if refusal := too_large(config, device):
-        paired.unsupported(name, refusal, **facts)
+    crowded = too_large(config, device)
+    if crowded and (refusal := no_oracle(config, device)):
+        paired.unsupported(name, f"{crowded}; {refusal}", **facts)
     reference_class = paired.reference_class(ReferenceTransformer)
     if not paired.bench:
         config = replace(config, batch_size=min(config.batch_size, CHECK_BATCH))
@@ -154,15 +178,16 @@ def test_case(case_id, paired):
         paired.unsupported(name, refusal, **facts)
     torch.manual_seed(BASE_SEED)
     reference = reference_class(config).to(device).eval()
+    judge = Oracle(reference, workspace_bytes=ORACLE_WORKSPACE) if crowded else reference
     paired(
         name,
-        reference=freeze(reference, source=inspect.getfile(reference_class)),
-        candidate=build(reference, config, policy=policy(device)),
+        reference=freeze(judge, source=inspect.getfile(reference_class)),
+        candidate=build(reference, config, policy=policy(device, case_id, not crowded)),
         inputs=partial(inputs, config, device),
         work=work(config),
-        reference_kind="dense",
+        reference_kind="oracle" if crowded else "dense",
         describe=describe,
-        rivals=rivals(reference, config, device),
+        rivals={} if crowded else rivals(reference, config, device),
         variants=variants(reference, config, device),
         **facts,
     )

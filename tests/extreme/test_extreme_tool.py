@@ -88,12 +88,28 @@ def test_timing_reports_what_ran(command: str, capsys: pytest.CaptureFixture[str
     assert found["launch"]["attention"] == "guarded"
 
 
-def test_scaling_fits_an_exponent(capsys: pytest.CaptureFixture[str]) -> None:
-    found = run(capsys, "scaling", "--tokens", "300", "400", "--attention", "polynomial")
-    assert [point["tokens"] for point in found["points"]] == [300, 400]
-    assert math.isfinite(found["exponent"])
+def test_scaling_fits_an_exponent_and_draws_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    pictures = [tmp_path / "a.svg", tmp_path / "b.svg"]
+    command = ("scaling", "--tokens", "300", "400", "--attention", "polynomial", "--plot")
+    found = run(capsys, *command, str(pictures[0]))
+    assert list(found["attention"]) == ["polynomial", "exact"]
+    for line in found["attention"].values():
+        assert [point["tokens"] for point in line["points"]] == [300, 400]
+        assert math.isfinite(line["exponent"])
+    extreme.plot(found, pictures[1])
+    drawn = [picture.read_text() for picture in pictures]
+    assert drawn[0] == drawn[1]
+    assert "exact, exponent" in drawn[0]
     assert extreme.exponent([(1, 3.0), (2, 6.0), (8, 24.0)]) == pytest.approx(1.0)
     assert extreme.exponent([(1, 3.0)]) is None
+
+
+def test_a_picture_of_what_has_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert extreme.main(["time", "--plot", "x.svg"]) == 2
+    assert "--plot is for calibrate and scaling, not time" in capsys.readouterr().err
 
 
 def test_it_runs_as_a_module() -> None:
