@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_fastlayer.records import CaseRecord, RunRecord, Timing
+from pytest_fastlayer.records import CaseRecord, RunRecord, Timing, Verdict
 from pytest_fastlayer.report import plots, roofline
 from pytest_fastlayer.report import table as tables
 
@@ -35,9 +36,10 @@ def draw(run: RunRecord, limit: int) -> list[Plot]:
     timed = {name: case.timing for name, case in cases.items() if case.timing is not None}
     bad = frozenset(name for name, case in cases.items() if tables.mood(case.verdict) == "bad")
     return [
-        *_speedup(timed, bad),
+        *_speedup(cases),
         *_latency(run, timed),
         *_roofline(run, cases),
+        *_against_base(cases),
         *_against_baseline(cases, bad),
         *_budget(cases),
         *_memory(cases),
@@ -51,13 +53,21 @@ def _plot(title: str, note: str, svg: str, *keys: Key) -> Plot:
     return Plot(title, note, Markup(svg), keys)  # matplotlib's, whose texts are escaped
 
 
-def speedups(
-    timed: Mapping[str, Timing], bad: frozenset[str] = frozenset()
-) -> list[plots.Interval]:
-    """The rows of the speedup plot: the figure, its interval, and its own noise floor."""
+def speedups(cases: Mapping[str, CaseRecord]) -> list[plots.Interval]:
+    """The rows of the speedup plot: the figure, its interval, and its own noise floor.
+
+    A ratio over an oracle claims no speedup and has no row.
+    """
     return [
-        plots.Interval(n, t.speedup, *(t.ci or (t.speedup,) * 2), (1, 1 + t.noise_floor), n in bad)
-        for n, t in timed.items()
+        plots.Interval(
+            n,
+            t.speedup,
+            *(t.ci or (t.speedup,) * 2),
+            (1, 1 + t.noise_floor),
+            tables.mood(case.verdict) == "bad",
+        )
+        for n, case in cases.items()
+        if (t := case.timing) is not None and not case.is_diagnostic
     ]
 
 
@@ -70,12 +80,13 @@ def budgets(cases: Mapping[str, CaseRecord]) -> list[tuple[str, float]]:
     ]
 
 
-def _speedup(timed: Mapping[str, Timing], bad: frozenset[str]) -> Iterator[Plot]:
-    if timed:
+def _speedup(cases: Mapping[str, CaseRecord]) -> Iterator[Plot]:
+    rows = speedups(cases)
+    if rows:
         yield _plot(
             "Speedup over the reference",
             "A figure counts where its interval lies right of the noise floor.",
-            plots.intervals(speedups(timed, bad), "reference time / candidate time"),
+            plots.intervals(rows, "reference time / candidate time"),
             FIGURE,
             ("--band", "1 to 1 + noise floor"),
             RED,
@@ -104,6 +115,45 @@ def _roofline(run: RunRecord, cases: Mapping[str, CaseRecord]) -> Iterator[Plot]
             *ARMS,
             ("--muted", "fp16 tensor cores, and below it TF32"),
         )
+
+
+def _against_base(cases: Mapping[str, CaseRecord]) -> Iterator[Plot]:
+    rows = [
+        plots.Interval(
+            n,
+            t.speedup,
+            *(t.ci or (t.speedup,) * 2),
+            (1 / (1 + t.noise_floor), 1 + t.noise_floor),
+            case.base.verdict is Verdict.SLOWER,
+        )
+        for n, case in cases.items()
+        if case.base is not None and (t := case.base.timing) is not None
+    ]
+    if rows:
+        yield _plot(
+            "Against the base revision",
+            "Timed in the same schedule. Left of 1 the head is slower.",
+            plots.intervals(rows, "base time / head time"),
+            FIGURE,
+            ("--band", "noise floor"),
+            ("--bad", "slower"),
+        )
+
+
+def traces(case: CaseRecord) -> list[tuple[str, Markup]]:
+    """The ratio of each pair over the run, with its title: the case's, then the base's."""
+    from markupsafe import Markup
+
+    kept = [("Ratio of each pair", case.timing)]
+    if case.base is not None:
+        kept.append(("Ratio of each pair, base over head", case.base.timing))
+    drawn = []
+    for title, timing in kept:
+        if timing is not None and timing.log_ratios:
+            # A record may hold any finite logarithm, a float not every ratio.
+            ratios = [math.exp(min(logarithm, 300)) for logarithm in timing.log_ratios]
+            drawn.append((title, Markup(plots.trace(ratios, timing.speedup, timing.ci))))
+    return drawn
 
 
 def _against_baseline(cases: Mapping[str, CaseRecord], bad: frozenset[str]) -> Iterator[Plot]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pytest_fastlayer.records import RunRecord
-from pytest_fastlayer.report import markdown, table
+from pytest_fastlayer.report import markdown
 
 BEGIN, END = "<!-- table:begin {} -->", "<!-- table:end -->"
 _TABLE = re.compile(r"<!-- table:begin (\S+) -->\n.*?<!-- table:end -->", re.DOTALL)
@@ -36,13 +36,12 @@ def pictures(name: str, run: RunRecord) -> dict[str, str]:
 
     # "13" alone says nothing beside an axis.
     cases = {f"case {n}" if n.isdigit() else n: case for n, case in run.cases.items()}
-    timed = {n: case.timing for n, case in cases.items() if case.timing is not None}
-    bad = frozenset(n for n, case in cases.items() if table.mood(case.verdict) == "bad")
     where = f"{run.device.name}, {run.provenance} {run.created[:10]}"
     drawn = {}
-    if timed:
+    rows = drawings.speedups(cases)
+    if rows:
         drawn[f"{name}-speedup.svg"] = plots.intervals(
-            drawings.speedups(timed, bad),
+            rows,
             "reference time / candidate time (grey: 1 to 1 + noise floor)",
             title=f"Speedup: {where}",
         )

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from pytest_fastlayer.records import Arm, CaseRecord, RunRecord, natural_key
+from pytest_fastlayer.records import Arm, CaseRecord, Device, RunRecord, natural_key
 from pytest_fastlayer.report import explain, roofline, terminal, text
 from pytest_fastlayer.report import table as tables
 from pytest_fastlayer.report.table import Cell, Line, Mood, Table
@@ -46,7 +45,8 @@ class Detail:
     verdict: str
     mood: Mood
     sentences: list[str]
-    trace: Markup | None
+    traces: list[tuple[str, Markup]]
+    wrote: tuple[str, ...]  #: last lines of the base's process
     facts: dict[str, str]
     objections: dict[str, list[str]]
     arms: list[tuple[str, ...]]
@@ -162,7 +162,7 @@ def _section(number: int, records: list[RunRecord]) -> Section:
         lines=[*tables.summary(run), *tables.explanations(run)],
         table=_table(run),
         details=[
-            _detail(f"s{number}c{i}", name, case, plotted=i < MAX_PLOTTED)
+            _detail(f"s{number}c{i}", name, case, run.device, plotted=i < MAX_PLOTTED)
             for i, (name, case) in enumerate(run.cases.items())
         ],
         plots=drawings.draw(run, MAX_PLOTTED),
@@ -210,14 +210,12 @@ def _value(value: Any) -> str:
 # Cases and history
 
 
-def _detail(anchor: str, name: str, case: CaseRecord, *, plotted: bool) -> Detail:
-    drawing = None
-    if plotted and case.timing is not None and case.timing.log_ratios:
-        from pytest_fastlayer.report import plots
+def _detail(anchor: str, name: str, case: CaseRecord, device: Device, *, plotted: bool) -> Detail:
+    traces = []
+    if plotted:
+        from pytest_fastlayer.report import drawings
 
-        # A record may hold any finite logarithm, a float not every ratio.
-        ratios = [math.exp(min(logarithm, 300)) for logarithm in case.timing.log_ratios]
-        drawing = _markup(plots.trace(ratios, case.timing.speedup, case.timing.ci))
+        traces = drawings.traces(case)
     facts: dict[str, Any] = {
         "test": case.nodeid,
         "route": case.route,
@@ -233,13 +231,19 @@ def _detail(anchor: str, name: str, case: CaseRecord, *, plotted: bool) -> Detai
         clocks = case.timing.clocks
         facts["SM clock"] = f"{clocks.sm_mhz_min} to {clocks.sm_mhz_max} MHz"
         facts["throttling"] = text.listing(clocks.throttle_reasons)
+    if case.base is not None:
+        commit = f", commit {case.base.commit}" if case.base.commit else ""
+        facts["base"] = f"{case.base.rev}{commit}, {case.base.status}"
+        facts["base's route"] = case.base.route
+        facts["base's launch"] = _mapping(case.base.launch)
     return Detail(
         anchor=anchor,
         label=tables.label(name, case, 100),
         verdict=case.verdict.value,
         mood=tables.mood(case.verdict),
-        sentences=explain.explain(name, case)[1:],
-        trace=drawing,
+        sentences=explain.explain(name, case, device)[1:],
+        traces=traces,
+        wrote=case.base.tail if case.base else (),
         facts={key: str(value) for key, value in facts.items() if value},
         objections=case.objections or {},
         arms=[_arm("rival", a) for a in case.rivals] + [_arm("variant", a) for a in case.variants],

@@ -34,6 +34,7 @@ def properties(run: RunRecord) -> dict[str, str]:
         "triton": software.triton,
         "python": software.python,
         "commit": run.commit,
+        "base": next((c.base.commit or c.base.rev for c in run.cases.values() if c.base), None),
         "created": run.created,
         "schema_version": run.schema_version,
     }

@@ -117,7 +117,7 @@ BASE_STATUS: dict[BaseStatus, tuple[str, str]] = {
         "nothing, where this change is what mends it; else name an older base",
     ),
     "missing": (
-        "that revision has no such test or pair",
+        "it has no such test or pair",
         "nothing, where this change adds the case",
     ),
     "import_error": (

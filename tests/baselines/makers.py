@@ -6,6 +6,7 @@ from typing import Any
 
 from pytest_fastlayer.records import (
     Accuracy,
+    BaseArm,
     CaseRecord,
     Control,
     Device,
@@ -13,6 +14,7 @@ from pytest_fastlayer.records import (
     NoiseFloor,
     PeakMemory,
     Precision,
+    Ratio,
     RunRecord,
     Software,
     Timing,
@@ -75,6 +77,28 @@ def case(
         "peak_mib": PeakMemory(reference=103.08, candidate=75.05),
     }
     return CaseRecord(**(fields | changes))
+
+
+def base(verdict: Verdict | None = Verdict.SLOWER, ratio: float = 0.95, **changes: Any) -> BaseArm:
+    """A measured base, the head ``ratio`` times as fast; another ``status`` has no figure."""
+    measured: dict[str, Any] = {
+        "timing": timing(ratio),
+        "accuracy": accuracy(),
+        "reference_s": 0.016,
+        "head": Ratio(value=4.0, ci=(3.98, 4.02)),
+        "base": Ratio(value=4.2, ci=(4.18, 4.22)),
+        "p_value": 0.0004,
+        "route": "fused",
+        "launch": {"warps": 8},
+    }
+    fields: dict[str, Any] = {
+        "rev": "main~1",
+        "commit": "fedcba9876543210fedcba9876543210fedcba98",
+        "status": "measured",
+        "verdict": verdict,
+    }
+    without = changes.get("status", "measured") != "measured"
+    return BaseArm(**(fields | ({} if without else measured) | changes))
 
 
 def unsupported(reason: str = "needs 10.2 TB, the device has 141 GB") -> CaseRecord:

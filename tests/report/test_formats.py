@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from makers import accuracy, case, incorrect, run, timing, unsupported
+from makers import accuracy, base, case, incorrect, run, timing, unsupported
+from test_html import full_case
 from test_terminal import HOSTILE, change
 
-from pytest_fastlayer.records import NoiseFloor, Probe, RootMeanSquare, Verdict
-from pytest_fastlayer.report import explain, github, junit, markdown
+from pytest_fastlayer.records import BaseStatus, NoiseFloor, Probe, RootMeanSquare, Verdict, Work
+from pytest_fastlayer.report import explain, github, junit, markdown, rules
 
 
 def mixed():
@@ -194,3 +196,70 @@ def test_probes_and_missing_interval():
     assert "Probe p failed: m" in explain.explain("a", caught)
     said = "\n".join(explain.explain("a", case(timing=timing(ci=None))))
     assert "noise floor stands in" in said
+
+
+def test_a_diagnostic_ratio_is_explained_as_one():
+    oracle = case(timing=timing(38.9, ci=None), reference_kind="oracle")
+    said = "\n".join(explain.explain("a", oracle))
+    assert "ratio of 38.90x is a diagnostic" in said
+    assert "claims no speedup" in said
+    assert "1 + floor" not in said
+    assert "38.90x diagnostic" in markdown.table(run({"a": oracle}))
+
+
+# Explanations of a base
+
+
+@pytest.mark.parametrize(
+    ("verdict", "parts"),
+    [
+        (Verdict.SLOWER, ("The rule. SLOWER: the drop against the base", "both revisions ran")),
+        (Verdict.PASS, ("The rule. PASS", "no drop against the base", "takes the place of")),
+        (Verdict.FASTER, ("faster than the base", "no other day's clock")),
+        (Verdict.INCONCLUSIVE, ("so the stored baseline does",)),
+    ],
+)
+def test_a_measured_base_is_explained(verdict, parts):
+    whole = Verdict.PASS if verdict is Verdict.INCONCLUSIVE else verdict
+    said = "\n".join(explain.explain("a", case(whole, base=base(verdict))))
+    for part in (
+        "Base. main~1 (commit fedcba9876), timed in the same schedule",
+        "base 4.000 ms, head 4.211 ms",
+        "0.950x [0.945, 0.955], and below 1 the head is slower",
+        "noise floor of 1.0%; one-sided p = 0.0004",
+        "the head came to 4.00x [3.98, 4.02] and the base to 4.20x [4.18, 4.22]",
+        *parts,
+    ):
+        assert part in said, part
+
+
+@pytest.mark.parametrize("status", sorted(set(rules.BASE_STATUS) - {"measured"}))
+def test_every_base_without_a_figure_is_explained(status):
+    verdict = Verdict.INCORRECT if status == "incorrect" else None
+    without = base(verdict, status=status, reason="because\n", tail=("Traceback\x1b[0m",))
+    said = explain.explain("a", case(base=without))
+    (line,) = [line for line in said if line.startswith("Base.")]
+    assert line.startswith("Base. main~1 (commit fedcba9876) gives no figure: it")
+    assert "because" in line
+    assert "It wrote: Traceback" in said
+    assert "So the stored baseline decides, where there is one." in said
+
+
+def test_base_statuses_are_all_there():
+    assert set(rules.BASE_STATUS) == set(get_args(BaseStatus))
+
+
+def test_memory_probes_arms_and_roofline_are_in_the_sentences():
+    whole = full_case(
+        work=Work(flops=989e9, bytes=1), timing=timing(reference_s=8e-3, candidate_s=2e-3)
+    )
+    said = "\n".join(explain.explain("a", whole, run().device))
+    for part in (
+        "Memory. The candidate's peak is 75.0 MiB; reference 103.1 MiB.",
+        "Honesty. 0 of 1 probes caught the candidate.",
+        "Rival compiled: 2.00x [1.99, 2.01] PASS.",
+        "Variant sdpa: INCORRECT, 3 elements out.",
+        "peak rates this work takes 1.000 ms; the candidate takes 2.00 times that (NVIDIA H200",
+    ):
+        assert part in said, part
+    assert "Roofline" not in "\n".join(explain.explain("a", whole))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from makers import accuracy, run, timing, unsupported
+from makers import accuracy, base, run, timing, unsupported
 from test_html import ATTACKS, Page, full_case
 from test_terminal import change
 
@@ -60,7 +60,12 @@ def full_record() -> RunRecord:
         comparison=change(changed_since=("torch 1 -> 2",), provenance="published"),
     )
     return run(
-        {"a": everything, "huge": unsupported(), "b": full_case(verdict=Verdict.SLOWER)},
+        {
+            "a": everything,
+            "huge": unsupported(),
+            "b": full_case(verdict=Verdict.SLOWER, base=base()),
+            "c": full_case(base=base(None, status="crashed", reason="it died", tail=("last",))),
+        },
         notes=("a note",),
         settings=Settings(pairs=6, settle_s=1, block_ms=50, min_effect=0.01),
     )
@@ -282,6 +287,7 @@ CLOSED = frozenset(
         "arm",
         "provenance",
         "reference_kind",
+        "status",
         "reference_sha256",
     }
 )
