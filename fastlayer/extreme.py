@@ -179,7 +179,7 @@ def plot(found: Json, path: Path) -> None:
             axes.set(xlabel="worst score spread", ylabel="budget of the worst element")
             axes.set(yscale="log", title=found["workload"])
         else:
-            for name, line in found["attention"].items():
+            for name, line in sorted(found["attention"].items()):
                 pairs = [(p["tokens"], p["seconds"]) for p in line["points"]]
                 grows = f"{name}, exponent {line['exponent']:.2f}" if line["exponent"] else name
                 axes.plot(*zip(*pairs, strict=True), marker="o", label=grows)

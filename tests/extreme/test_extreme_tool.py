@@ -95,7 +95,7 @@ def test_scaling_fits_an_exponent_and_draws_it(
     pictures = [tmp_path / "a.svg", tmp_path / "b.svg"]
     command = ("scaling", "--tokens", "300", "400", "--attention", "polynomial", "--plot")
     found = run(capsys, *command, str(pictures[0]))
-    assert list(found["attention"]) == ["polynomial", "exact"]
+    assert list(found["attention"]) == ["exact", "polynomial"]
     for line in found["attention"].values():
         assert [point["tokens"] for point in line["points"]] == [300, 400]
         assert math.isfinite(line["exponent"])
