@@ -24,6 +24,7 @@ from fastlayer.reference import ReferenceTransformer
 from fastlayer.routes import Launch
 from fastlayer.routes.prefix_body import Tally
 from fastlayer.routes.prefix_stream import PrefixStream, PrefixStreamRoute, streaming_objections
+from fastlayer.weights import alteration
 
 Sample = torch.Tensor | tuple[torch.Tensor, int]
 
@@ -128,6 +129,7 @@ class _Engine:
     ) -> None:
         # A model of its own over the same parameters: what is packed here is dropped with it.
         self.model = FastTransformer.from_reference(model, working_set_bytes=workspace_bytes)
+        self._given = model
         self.device = self.model.final_norm.weight.device
         self._launch = launch
         self._bound: dict[tuple[int, int], PrefixStream] = {}
@@ -136,6 +138,7 @@ class _Engine:
     def __call__(self, x: torch.Tensor, length: int, out: torch.Tensor) -> None:
         """``x [N, d]`` and its valid length to ``out [N, d]``, both on the device."""
         out[length:].zero_()
+        self._refuse_alterations()
         if not length:
             return
         body = self._bind(x[:length]).body
@@ -156,6 +159,16 @@ class _Engine:
             launch = route.launches(contract)[0] if self._launch is None else self._launch
             self._bound = {key: PrefixStream(state, contract, launch)}
         return self._bound[key]
+
+    def _refuse_alterations(self) -> None:
+        """Of the caller's own modules, which are not what runs here: only their parameters are."""
+        if not isinstance(self._given, ReferenceTransformer):
+            return
+        reason = alteration(self._given, self.model._shape)
+        if self._given._forward_hooks or self._given._forward_pre_hooks:
+            reason = "the model carries a hook"
+        if reason:
+            raise RouteError(PrefixStreamRoute.name, [reason], ())
 
     @staticmethod
     def _refuse(contract: RuntimeContract) -> None:

@@ -145,6 +145,35 @@ def test_what_cannot_be_streamed_says_why() -> None:
         collect(reference(CONFIG), [x], workspace_bytes=1000)
 
 
+@pytest.mark.parametrize("change", ["a hook", "an inner hook", "a forward", "eps", "a class"])
+def test_an_altered_model_is_refused_even_midway(change: str) -> None:
+    """Only its parameters are streamed through: whatever else changes its result must be named."""
+    model = reference(CONFIG)
+
+    def alter() -> None:
+        block = model.layers[0]
+        if change == "a hook":
+            model.register_forward_hook(lambda *_: None)
+        elif change == "an inner hook":
+            block.ffn_in.register_forward_pre_hook(lambda *_: None)
+        elif change == "a forward":
+            block.ffn_in.forward = lambda x: x * 0
+        elif change == "eps":
+            block.norm1.eps = 0.1
+        else:
+            block.ffn_in.__class__ = torch.nn.modules.linear.NonDynamicallyQuantizableLinear
+
+    done: list[int] = []
+
+    def sink(index: int, output: torch.Tensor) -> None:
+        done.append(index)
+        alter()
+
+    with pytest.raises(RouteError, match="hook|forward|eps|NonDynamically"):
+        stream(model, inputs(CONFIG), sink)
+    assert done == [0]
+
+
 def test_float16_is_refused_under_highest_precision() -> None:
     with pytest.raises(ValueError, match=r"expected 'float32'"):
         collect(reference(CONFIG), inputs(CONFIG), launch={"compute": "float16"})
