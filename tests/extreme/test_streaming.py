@@ -169,7 +169,7 @@ def test_an_altered_model_is_refused_even_midway(change: str) -> None:
         done.append(index)
         alter()
 
-    with pytest.raises(RouteError, match="hook|forward|eps|NonDynamically"):
+    with pytest.raises(RouteError, match=r"hook|forward|eps|NonDynamically"):
         stream(model, inputs(CONFIG), sink)
     assert done == [0]
 
