@@ -325,7 +325,8 @@ class BaseArm(Model):
     ``reference_s`` is the base's time and its ``candidate_s`` the head's, each measured in a
     process of its own, so ``speedup`` is base time over head time and **below 1 the head is
     slower**. Its ``aa`` is the head against itself in two processes. ``head`` and ``base`` are the
-    speedups of both over the reference in that schedule.
+    speedups of both over the reference in that schedule, which leaves a reference out that takes
+    too long for it.
 
     ``verdict`` is the head's against the base, for a measured base: SLOWER, FASTER, PASS (no drop
     beyond the floor) or INCONCLUSIVE; INCORRECT, UNSUPPORTED and UNRESOLVABLE are the base's own.
@@ -349,10 +350,11 @@ class BaseArm(Model):
 
     @model_validator(mode="after")
     def _no_speed_without_a_pass(self) -> BaseArm:
-        figures = (self.timing, self.reference_s, self.head, self.base, self.p_value)
-        if (self.status == "measured") != all(figure is not None for figure in figures):
-            raise ValueError("a measured base, and no other, has timing, speedups and p_value")
-        if self.status != "measured" and any(figure is not None for figure in figures):
+        beside = {figure is not None for figure in (self.reference_s, self.head, self.base)}
+        figures = {figure is not None for figure in (self.timing, self.p_value)}
+        if self.status == "measured" and (False in figures or len(beside) > 1):
+            raise ValueError("a measured base has timing and p_value, and all of the reference")
+        if self.status != "measured" and True in figures | beside:
             raise ValueError(f"a base that is {self.status} cannot carry a figure")
         if (self.status == "incorrect") != (self.verdict is Verdict.INCORRECT):
             raise ValueError("a base is incorrect in status and verdict, or in neither")

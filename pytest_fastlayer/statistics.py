@@ -354,19 +354,23 @@ def compare_ratio(
 
 
 def minimum_detectable_effect(
-    timing: records.Timing, *, confidence: float = CONFIDENCE, power: float = POWER
+    timing: records.Timing,
+    baseline: records.Timing | None = None,
+    *,
+    confidence: float = CONFIDENCE,
+    power: float = POWER,
 ) -> float:
     """The slowdown, as a fraction, that the gate would find with the given power.
 
-    Of a single case against a baseline measured as well as this one:
-    ``ln(1 + combined floor) + (t(1 - a/2) + t(power)) * sqrt(2) * standard error``
+    Of a single case against ``baseline``, by default one measured as well as this:
+    ``ln(1 + combined floor) + (t(1 - a/2) + t(power)) * standard error of the difference``
     (Cohen 1988, ch. 2, with the floor as the null hypothesis' edge). A candidate that takes
     ``1 + effect`` times as long is called SLOWER with that probability.
     """
-    scale = _scale(timing, confidence)
-    error, freedom = _combine(scale.up, scale.freedom, scale.down, scale.freedom)
+    now, then = _scale(timing, confidence), _scale(baseline or timing, confidence)
+    error, freedom = _combine(now.up, now.freedom, then.down, then.freedom)
     quantiles = float(stats.t.ppf((1 + confidence) / 2, freedom) + stats.t.ppf(power, freedom))
-    floor = float(np.log1p(combined_floor(timing, timing)))
+    floor = float(np.log1p(combined_floor(timing, baseline or timing)))
     return _fraction(floor + quantiles * error)
 
 

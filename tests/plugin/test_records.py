@@ -113,6 +113,8 @@ def test_a_measured_base_travels_through_json():
         {"accuracy": None},
         {"timing": None},
         {"p_value": None},
+        {"reference_s": None},
+        {"head": None},
         {"verdict": None},
         {"verdict": Verdict.NO_BASELINE},
         {"verdict": Verdict.INCORRECT},
@@ -121,6 +123,10 @@ def test_a_measured_base_travels_through_json():
 def test_no_figure_for_a_base_that_did_not_earn_it(changes):
     with pytest.raises(ValidationError):
         BaseArm(**MEASURED | changes)
+
+
+def test_a_base_may_be_measured_without_a_dear_reference():
+    assert BaseArm(**MEASURED | {"reference_s": None, "head": None, "base": None}).timing
 
 
 def test_a_refused_base_says_so_without_a_figure():
