@@ -15,8 +15,9 @@ steps once the run is complete; it can only turn further cases SLOWER, never tak
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -110,7 +111,7 @@ def judge(
     if case.is_diagnostic:
         standing, claim = _diagnosis(timing), _company(timing, policy)
     else:
-        standing, claim = _cleared(timing, policy), _claim(timing, policy)
+        standing, claim = cleared(timing, policy), _claim(timing, policy)
     notice = _Finding(obstacle[0], f"{standing}; {obstacle[1]}") if obstacle else None
 
     if name in policy.accepted:
@@ -144,21 +145,42 @@ def needs_extension(timing: Timing, policy: Policy) -> bool:
     return low <= _bar(timing, policy) < high and timing.extensions < MAX_EXTENSIONS
 
 
-def judge_run(cases: Mapping[str, CaseRecord], policy: Policy) -> dict[str, CaseRecord]:
+@dataclass(frozen=True)
+class Drop:
+    """What Holm's procedure needs of one comparison, and the reason to give if it is SLOWER."""
+
+    p_value: float
+    is_beyond: bool  #: the whole interval lies beyond the floor
+    tell: Callable[[str], str]  #: from the evidence to the reason
+
+
+def stored_drop(case: CaseRecord) -> Drop | None:
+    """Of the case against the stored baseline; None where the two were not compared."""
+    comparison, timing = case.comparison, case.timing
+    if comparison is None or timing is None:
+        return None
+    return Drop(comparison.p_value, _beyond(comparison), partial(_slower, comparison, timing))
+
+
+def judge_run(
+    cases: Mapping[str, CaseRecord],
+    policy: Policy,
+    drop_of: Callable[[CaseRecord], Drop | None] = stored_drop,
+) -> dict[str, CaseRecord]:
     """All cases after Holm's full procedure over the run's comparisons; same keys, same order.
 
     Further cases may turn SLOWER; none that the item-time step failed turns green again, nor
     does a case worse than SLOWER change. Names in ``policy.accepted`` stay as they are.
+    ``drop_of`` says which comparison of a case counts.
     """
-    compared = {name: c.comparison for name, c in cases.items() if c.comparison is not None}
-    rejected = statistics.holm([c.p_value for c in compared.values()], policy.alpha)
+    found = {name: drop_of(case) for name, case in cases.items()}
+    drops = {name: drop for name, drop in found.items() if drop is not None}
+    rejected = statistics.holm([drop.p_value for drop in drops.values()], policy.alpha)
     judged = dict(cases)
-    for (name, comparison), is_slower in zip(compared.items(), rejected, strict=True):
-        case = cases[name]
-        if is_slower and _beyond(comparison) and name not in policy.accepted and case.timing:
-            evidence = f"p = {comparison.p_value:.2g}, Holm over {len(compared)} cases"
-            text = _slower(comparison, case.timing, evidence)
-            judged[name] = _with(case, _Finding(Verdict.SLOWER, text))
+    for (name, drop), is_slower in zip(drops.items(), rejected, strict=True):
+        if is_slower and drop.is_beyond and name not in policy.accepted:
+            text = drop.tell(f"p = {drop.p_value:.2g}, Holm over {len(drops)} cases")
+            judged[name] = _with(cases[name], _Finding(Verdict.SLOWER, text))
     return judged
 
 
@@ -348,7 +370,8 @@ def _diagnosis(timing: Timing) -> str:
     )
 
 
-def _cleared(timing: Timing, policy: Policy) -> str:
+def cleared(timing: Timing, policy: Policy) -> str:
+    """One clause: the speedup clears its bar."""
     return (
         f"the speedup {_ratio(timing.speedup, timing.ci)} clears {_bar(timing, policy):.3f}x "
         f"(floor {_percent(timing.noise_floor)})"
@@ -362,7 +385,7 @@ def _green(
     assert stored.timing is not None
     assert comparison is not None
     said = (
-        f"{_cleared(timing, policy)} and is {_ratio(comparison.ratio, comparison.ci)} of the "
+        f"{cleared(timing, policy)} and is {_ratio(comparison.ratio, comparison.ci)} of the "
         f"stored one"
     )
     # A gain is a drop seen from the other side.

@@ -84,7 +84,9 @@ class Stopwatch:
 class Schedule:
     """How long to measure. Seconds, except ``block_ms``; ``min_effect`` is a fraction.
 
-    ``control`` is the share of ``pairs`` that the A/A control takes; 0 leaves it out.
+    ``control`` is the share of ``pairs`` that the A/A control takes; 0 leaves it out. With
+    ``diagnostic`` the ratio is one AB/BA quad that claims nothing, and the candidate's own time
+    rests on a control, which is then never left out.
     """
 
     pairs: int
@@ -94,6 +96,13 @@ class Schedule:
     l2: Literal["warm", "cold"]
     min_effect: float
     control: float = 1 / 3
+    diagnostic: bool = False
+
+    def shortest_s(self, cost: tuple[float, float]) -> float:
+        """Seconds of the fewest pairs that will do, when a forward of each arm takes ``cost``."""
+        if self.diagnostic:
+            return 2 * sum(cost) + 2 * MIN_PAIRS * cost[1]
+        return MIN_PAIRS * sum(cost)
 
     def screening(self, effort: float) -> Schedule:
         """A shorter schedule, without a control, for arms that are compared, not claimed."""
@@ -107,7 +116,8 @@ class Schedule:
 
     def plan(self) -> timing.Plan:
         """The pairs of the arms: two thirds of the budget, or all where there is no control."""
-        return self._plan(self.pairs, 2 / 3 if self.control else 1.0)
+        pairs = 2 if self.diagnostic else self.pairs
+        return self._plan(pairs, 2 / 3 if self.control else 1.0)
 
     def control_plan(self) -> timing.Plan:
         return self._plan(max(MIN_PAIRS, round(self.control * self.pairs)), 1 / 3)
@@ -256,10 +266,10 @@ def measure(
     samples = pairs(progress=progress, cost=cost)
     # An arm against itself shows what the schedule alone reports; the cheaper arm serves where
     # the dearer would not fit the budget.
-    affordable = 2 * MIN_PAIRS * cost[0] <= schedule.budget_s / 3
+    affordable = not schedule.diagnostic and 2 * MIN_PAIRS * cost[0] <= schedule.budget_s / 3
     arm: Literal["reference", "candidate"] = "reference" if affordable else "candidate"
     control = None
-    if schedule.control:
+    if schedule.control or schedule.diagnostic:
         progress(f"A/A control of the {arm}")
         tap, forwards = taps[not affordable], samples.forwards[not affordable]
         control = timing.measure(
@@ -283,8 +293,9 @@ def measure(
             dropped_reasons=telemetry.dropped_reasons(),
             clocks=telemetry.clocks(),
             warnings=telemetry.warnings(),
+            diagnostic=schedule.diagnostic,
         )
-        if not (schedule.control and gate.needs_extension(summary, policy)):
+        if schedule.diagnostic or not (schedule.control and gate.needs_extension(summary, policy)):
             return summary, (telemetry.probe(), watchman.probe())
         extensions += 1
         progress(f"inconclusive, extension {extensions} of {gate.MAX_EXTENSIONS}")

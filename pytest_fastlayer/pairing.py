@@ -32,7 +32,6 @@ from pytest_fastlayer import statistics as stats
 from pytest_fastlayer.accuracy_message import explain
 from pytest_fastlayer.immutable import FrozenReference, held_tensors
 from pytest_fastlayer.measurement import (
-    MIN_PAIRS,
     Feed,
     Progress,
     Schedule,
@@ -223,6 +222,11 @@ class Workbench:
             )
             return measured
 
+    @property
+    def _seeds_are_asked(self) -> bool:
+        """The number of seeds was asked for, by command line or marker: no budget cuts it."""
+        return self.settings.seeds is not None or self.marks.seeds is not None
+
     def header(self, device: torch.device) -> dict[str, Any]:
         """What every record of this run says of machine and settings."""
         return {
@@ -250,7 +254,7 @@ class Workbench:
         expected: dict[int, object] = {}
         for seed in seeds:
             spent = (len(used) + 1) * (reference.shortest_s + candidate.shortest_s)
-            if used and spent > self.knob("budget_s", device):
+            if used and spent > self.knob("budget_s", device) and not self._seeds_are_asked:
                 break
             self.progress(f"accuracy, seed {seed}")
             # The probes start from the first two outputs; a dear reference is not run for them.
@@ -261,7 +265,9 @@ class Workbench:
             merged = merged.merge(trial.comparison)
             used.append(seed)
         cost = (reference.shortest_s, candidate.shortest_s)
-        rms = self._rms(pair, feed, tolerance, device, cost) if merged.passed else None
+        known = expected.get(FIRST_SEED)
+        rms = self._rms(pair, feed, known, tolerance, device, cost) if merged.passed else None
+        del known
         pair.reference.verify()
         failure = "" if merged.passed else explain(merged, seeds=used, replay=self.rerun)
         measured = accuracy.to_record(merged, used, tolerance, rms)
@@ -309,6 +315,7 @@ class Workbench:
             route=described.get("route"),
             launch=described.get("launch"),
             objections=described.get("objections"),
+            notes=tuple(described.get("notes", ())),
             accuracy=measured,
             probes=honesty,
         )
@@ -319,20 +326,25 @@ class Workbench:
         self,
         pair: Pair,
         feed: Callable[[int], tuple[Any, ...]],
+        known: object,
         tolerance: accuracy.Tolerance,
         device: torch.device,
         cost: tuple[float, float],
     ) -> RootMeanSquare | None:
-        """Error of both arms against float64, where that fits; a diagnosis, never a gate."""
-        # float64 takes a CPU at least twice as long; on a GPU it is never what decides.
-        affordable = device.type == "cuda" or 12 * cost[0] < self.knob("budget_s", device)
+        """Error of both arms against float64, where that fits; a diagnosis, never a gate.
+
+        ``known`` is the reference's output for the first seed, which is not computed again.
+        """
+        # float64 takes a CPU at least twice as long; a GPU minutes where float32 takes seconds.
+        share = 1 / DEAR_S if device.type == "cuda" else 12 / self.knob("budget_s", device)
+        affordable = share * cost[0] < 1
         if not (self.settings.bench and affordable):
             return None
         self.progress("accuracy against float64")
         exact = pair.float64 or accuracy.float64_twin(pair.reference)
         try:
             trial = accuracy.check_trials(
-                pair.reference, pair.candidate, feed, [FIRST_SEED], tolerance, float64=exact
+                lambda *_: known, pair.candidate, feed, [FIRST_SEED], tolerance, float64=exact
             )
         except (RuntimeError, TypeError):
             # It does not fit, or a captured float32 tensor or a kernel refuses float64: a figure
@@ -346,13 +358,13 @@ class Workbench:
 
     def _time(self, pair: Pair, checked: Checked, device: torch.device) -> CaseRecord:
         case, cost = checked.case, checked.cost
-        shortest = MIN_PAIRS * sum(cost)
+        shortest = self._schedule(device, pair).shortest_s(cost)
         limit = self.knob("max_case_s", device)
         if shortest > limit:
             return case.model_copy(
                 update={
                     "verdict": Verdict.UNSUPPORTED,
-                    "reason": f"{MIN_PAIRS} pairs would take {shortest:,.0f} s of the "
+                    "reason": f"the shortest timing would take {shortest:,.0f} s of the "
                     f"{limit:,.0f} s a case may take (--fastlayer-max-case)",
                 }
             )
@@ -370,6 +382,7 @@ class Workbench:
                 device,
                 cost,
                 tolerance=self.tolerance(pair.tolerance),
+                pair=pair,
             )
         except stats.SamplesError as error:
             return gate.judge_failure(case, error)
@@ -404,7 +417,7 @@ class Workbench:
             ),
         )
 
-    def _schedule(self, device: torch.device) -> Schedule:
+    def _schedule(self, device: torch.device, pair: Pair | None = None) -> Schedule:
         return Schedule(
             pairs=self.knob("pairs", device),
             settle_s=self.knob("settle_s", device),
@@ -413,6 +426,7 @@ class Workbench:
             l2=self.knob("l2", device),
             min_effect=self.knob("min_effect", device),
             control=1.0 if self.settings.aa else 1 / 3,
+            diagnostic=pair is not None and pair.reference_kind == "oracle",
         )
 
     def _measure(
@@ -424,8 +438,9 @@ class Workbench:
         cost: tuple[float, float],
         effort: float | None = None,
         tolerance: accuracy.Tolerance | None = None,
+        pair: Pair | None = None,
     ) -> tuple[Timing, tuple[Probe, ...]]:
-        schedule = self._schedule(device)
+        schedule = self._schedule(device, pair)
         if effort is not None:
             schedule = schedule.screening(effort)
         return measurement.measure(
@@ -490,12 +505,19 @@ class Workbench:
                 (reference.shortest_s, candidate.shortest_s),
                 effort,
                 tolerance,
+                pair,
             )
         except stats.SamplesError as error:
             return Arm(name=name, verdict=error.verdict, reason=str(error), accuracy=measured)
         policy = replace(self.policy(), require_baseline=False)
         judged = gate.judge(
-            CaseRecord(verdict=Verdict.ACCURATE, accuracy=measured, timing=summary, probes=watched),
+            CaseRecord(
+                verdict=Verdict.ACCURATE,
+                accuracy=measured,
+                timing=summary,
+                probes=watched,
+                reference_kind=pair.reference_kind,  # type: ignore[arg-type]
+            ),
             None,
             name=name,
             device=environment.device_record(device),
@@ -515,19 +537,24 @@ class Workbench:
     def _admit(self, pair: Pair, device: torch.device) -> tuple[Pair, tuple[Arm, ...]]:
         """Every variant measured; the pair continues with the fastest that passes.
 
-        By the lower end of its interval, so that a lucky median does not win. Where none passes,
-        the pair keeps its own candidate and is judged as it stands.
+        By the lower end of its interval, so that a lucky median does not win; by its own seconds
+        where the ratio is a diagnostic and has no interval. Where none passes, the pair keeps its
+        own candidate and is judged as it stands.
         """
         arms = tuple(
             self._arm(pair, name, factory, device, VARIANT_EFFORT)
             for name, factory in pair.variants.items()
             if any(fnmatchcase(name, glob) for glob in self.settings.variants or ("*",))
         )
-        passing = [a for a in arms if a.verdict is Verdict.PASS and a.timing and a.timing.ci]
-        if not passing:
+        ranks = {
+            arm.name: arm.timing.ci[0] if arm.timing.ci else 1 / arm.timing.candidate_s
+            for arm in arms
+            if arm.verdict is Verdict.PASS and arm.timing
+        }
+        if not ranks:
             return pair, arms
-        best = max(passing, key=lambda arm: arm.timing.ci[0])  # type: ignore[union-attr, index]
-        return replace(pair, candidate=pair.variants[best.name]()), arms
+        best = max(ranks, key=ranks.__getitem__)
+        return replace(pair, candidate=pair.variants[best]()), arms
 
     # -- verdict --------------------------------------------------------------------------------
 

@@ -151,8 +151,8 @@ def usable_quads(
 ) -> Quads:
     """The whole quads of ``samples``; ``reasons`` say why pairs were dropped, for the message.
 
-    Raises `NoUsablePairsError` below ``least`` quads, `UnresolvableError` when an arm's median block
-    lasts under 20 steps of the timer or a block lasts no time at all.
+    Raises `NoUsablePairsError` below ``least`` quads, `UnresolvableError` when an arm's median
+    block lasts under 20 steps of the timer or a block lasts no time at all.
     """
     starts = samples.quads()
     if len(starts) < least:

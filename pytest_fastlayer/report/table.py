@@ -44,11 +44,15 @@ class Table:
 
 
 def _speedup(case: CaseRecord) -> float | None:
-    return None if case.timing is None else case.timing.speedup
+    """A claim: a diagnostic ratio is no column's best or worst."""
+    return None if case.timing is None or case.is_diagnostic else case.timing.speedup
 
 
 def _show_speedup(case: CaseRecord, _: float) -> str:
-    return "" if case.timing is None else text.speedup(case.timing.speedup, case.timing.ci)
+    if case.timing is None:
+        return ""
+    shown = text.speedup(case.timing.speedup, case.timing.ci)
+    return f"({shown} diagnostic)" if case.is_diagnostic else shown
 
 
 def _show_times(case: CaseRecord, unit: float) -> str:
@@ -59,11 +63,12 @@ def _show_times(case: CaseRecord, unit: float) -> str:
 
 
 def _floor(case: CaseRecord) -> float | None:
-    return None if case.timing is None else case.timing.noise_floor
+    return None if case.timing is None or case.is_diagnostic else case.timing.noise_floor
 
 
 def _show_floor(case: CaseRecord, _: float) -> str:
-    return "" if case.timing is None else text.percent(case.timing.noise_floor)
+    floor = _floor(case)
+    return "" if floor is None else text.percent(floor)
 
 
 def _show_control(case: CaseRecord, _: float) -> str:
@@ -184,13 +189,13 @@ def time_unit(run: RunRecord) -> tuple[str, float]:
 def geometric_mean(cases: Mapping[str, CaseRecord]) -> tuple[float, int] | None:
     """Geometric mean of the speedups over the reference, and how many cases it covers.
 
-    Cases timed against an oracle are left out: an oracle is built to be lean in memory, not fast,
-    so a ratio over it is a diagnostic. ``None`` when no case qualifies.
+    Diagnostic ratios are left out: an oracle is built to be lean in memory, not fast. ``None``
+    when no case qualifies.
     """
     speedups = [
         case.timing.speedup
         for case in cases.values()
-        if case.timing is not None and case.reference_kind != "oracle"
+        if case.timing is not None and not case.is_diagnostic
     ]
     if not speedups:
         return None
@@ -223,10 +228,7 @@ def summary(run: RunRecord) -> list[Line]:
     lines = []
     mean = geometric_mean(run.cases)
     if mean is not None:
-        oracles = sum(
-            case.timing is not None and case.reference_kind == "oracle"
-            for case in run.cases.values()
-        )
+        oracles = sum(case.timing is not None and case.is_diagnostic for case in run.cases.values())
         left_out = f"; {oracles} timed against an oracle left out" if oracles else ""
         timed = f"{mean[1]} timed case{'' if mean[1] == 1 else 's'}"
         lines.append(Line(f"geometric mean speedup {text.speedup(mean[0])} over {timed}{left_out}"))

@@ -369,6 +369,52 @@ class TestMemory:
         assert both.verdict is Verdict.MORE_MEMORY
 
 
+class TestDiagnostic:
+    """A ratio over an oracle claims nothing: accuracy, honesty and memory are what is judged."""
+
+    @staticmethod
+    def of(speedup: float = 38.9, **more: Any) -> CaseRecord:
+        quad = timing(speedup, ci=None, pairs=2, min_detectable_effect=None)
+        return case(quad, reference_kind="oracle", **more)
+
+    @pytest.mark.parametrize("speedup", [0.2, 1.0, 38.9])
+    def test_no_speed_is_claimed_or_compared(self, speedup: float) -> None:
+        got = judged(self.of(speedup), baseline(stored=self.of(100.0)))
+        assert got.verdict is Verdict.PASS
+        assert got.comparison is None
+        assert got.timing is not None
+        assert "diagnostic" in got.reason
+        assert "no speedup is claimed" in got.reason
+
+    def test_memory_is_compared(self) -> None:
+        more = self.of(peak_mib=PeakMemory(reference=200, candidate=150))
+        stored = baseline(stored=self.of())
+        assert judged(more, stored).verdict is Verdict.MORE_MEMORY
+        accepting = Policy(accepted=frozenset({"case"}))
+        assert judged(more, stored, accepting).verdict is Verdict.PASS
+
+    def test_what_is_not_stored_is_a_notice(self) -> None:
+        got = judged(self.of(), None)
+        assert got.verdict is Verdict.NO_BASELINE
+        assert "diagnostic" in got.reason
+
+    def test_wrong_and_dishonest_as_ever(self) -> None:
+        wrong = self.of().model_copy(update={"accuracy": accuracy(1)})
+        assert judged(wrong).verdict is Verdict.INCORRECT
+        caught = Probe(name="p", passed=False, message="m")
+        assert judged(self.of(probes=(caught,))).verdict is Verdict.DISHONEST
+
+    def test_a_quiet_device_is_required_as_ever(self) -> None:
+        clocks = Clocks(sm_mhz_min=1, sm_mhz_max=1, other_processes=2)
+        busy = timing(38.9, ci=None, clocks=clocks)
+        got = judged(case(busy, reference_kind="oracle"), policy=Policy(require_quiet=True))
+        assert got.verdict is Verdict.INCONCLUSIVE
+
+    def test_it_takes_no_part_in_holms_correction(self) -> None:
+        got = judged(self.of(), baseline(stored=self.of(100.0)))
+        assert judge_run({"case": got}, Policy()) == {"case": got}
+
+
 class TestComparability:
     @pytest.mark.parametrize(
         ("change", "said"),

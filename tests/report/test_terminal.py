@@ -94,6 +94,19 @@ def test_geometric_mean_never_covers_oracles():
     assert geometric_mean({"oracle": cases["oracle"]}) is None
 
 
+def test_a_ratio_over_an_oracle_is_labelled_and_never_best():
+    cases = {
+        "a": case(speedup=2),
+        "b": case(speedup=8),
+        "oracle": case(timing=timing(38.9, ci=None), reference_kind="oracle"),
+    }
+    shown = terminal.table(run(cases), color=True)
+    assert "(38.90x diagnostic)" in shown
+    assert "\x1b[32m8.00x" in shown
+    row = next(line for line in shown.splitlines() if "oracle" in line)
+    assert "0.9%" not in row  # no floor: nothing is claimed
+
+
 def test_notices():
     published = change(provenance="published", changed_since=("torch 2.11 -> 2.13",))
     shown = lines(

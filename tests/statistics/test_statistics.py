@@ -540,3 +540,31 @@ def test_methods_are_not_confused() -> None:
     got = summarize(noisy(20), method=published, min_effect=0.01)
     assert got.method is published
     assert isinstance(timing(noisy(20), control=noisy(20)).aa, Control)
+
+
+class TestDiagnostic:
+    def test_one_quad_gives_a_ratio_and_no_interval(self) -> None:
+        got = timing(samples([math.log(39), math.log(38)]), diagnostic=True)
+        assert got.speedup == pytest.approx(math.sqrt(39 * 38))
+        assert got.ci is None
+        assert got.min_detectable_effect is None
+        assert got.pairs == 2
+        assert got.warnings == ()
+
+    def test_the_candidates_seconds_are_its_controls(self) -> None:
+        control = samples([0.0] * 12, candidate_s=2e-3)
+        got = timing(
+            samples([math.log(39)] * 2), control=control, control_arm="candidate", diagnostic=True
+        )
+        assert got.candidate_s == pytest.approx(2e-3)
+        assert got.aa is not None
+        assert (got.aa.arm, got.aa.pairs) == ("candidate", 12)
+        assert got.speedup == pytest.approx(39)
+
+    def test_a_claim_still_needs_two_quads(self) -> None:
+        with pytest.raises(NoUsablePairsError, match="at least 2"):
+            timing(samples([0.1, 0.1]))
+
+    def test_no_quad_is_no_diagnosis_either(self) -> None:
+        with pytest.raises(NoUsablePairsError, match="at least 1"):
+            timing(samples([0.1, 0.1], keep=[True, False]), diagnostic=True)
