@@ -48,7 +48,8 @@ class Shell:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "bin").mkdir()
-        for name, text in (("gh", STAND_IN), ("nvidia-smi", STAND_IN), ("fastlayer-gate", GATE)):
+        programs = {"gh": STAND_IN, "nvidia-smi": STAND_IN, "pytest": STAND_IN}
+        for name, text in (programs | {"fastlayer-gate": GATE}).items():
             path = folder / "bin" / name
             path.write_text(text.format(python=sys.executable, root=str(ROOT)))
             path.chmod(0o755)
@@ -58,8 +59,11 @@ class Shell:
             "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "LOG": str(self.folder / "log"),
             "HOME": str(self.folder),
+            "GITHUB_OUTPUT": str(self.folder / "output"),
             "GITHUB_REPOSITORY": "owner/name",
             "GITHUB_RUN_ID": "77",
+            "GITHUB_SERVER_URL": "https://github.example",
+            "GITHUB_SHA": "f" * 40,
             "DEVICE": "rtx-5080",
         }
         # What GitHub's runner uses for `shell: bash` steps on Linux.
@@ -76,8 +80,24 @@ class Shell:
         log = self.folder / "log"
         return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
-    def artifact(self, record: RunRecord) -> None:
+    def artifact(self, record: RunRecord, device: str = "rtx-5080") -> None:
+        """As the baseline job finds it, and as the comment job does."""
         save(record, self.folder / "artifact" / "run.json")
+        save(record, self.folder / "artifacts" / f"gpu-{device}" / "run.json")
+
+    def git(self, *commands: str) -> str:
+        """Runs git commands in the folder; returns what the last one printed."""
+        name = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+        said = ""
+        for command in commands:
+            said = subprocess.run(
+                ["git", *name, *command.split()],
+                cwd=self.folder,
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.strip()
+        return said
 
 
 @pytest.fixture
@@ -96,47 +116,137 @@ def test_busy_device_is_refused(shell):
     assert "another process uses the device: 4711, python" in done.stdout
 
 
+# the merge base, and what the timing gate is told of it
+
+
+def merge_base(shell: Shell) -> str:
+    done = shell(script("gate", "Merge base"), DEFAULT_BRANCH="main")
+    assert done.returncode == 0, done.stderr
+    return (shell.folder / "output").read_text().strip().removeprefix("revision=")
+
+
+def test_base_of_a_mirror_branch_is_where_it_left_the_default_branch(shell):
+    shell.git("init -q -b main", "commit -q --allow-empty -m one")
+    left = shell.git("rev-parse HEAD")
+    shell.git("switch -q -c pull-request/7", "commit -q --allow-empty -m theirs", "switch -q main")
+    shell.git("commit -q --allow-empty -m ours", "update-ref refs/remotes/origin/main main")
+    shell.git("switch -q pull-request/7")
+    assert merge_base(shell) == left
+
+
+def test_base_of_the_default_branch_is_its_last_state(shell):
+    shell.git("init -q -b main", "commit -q --allow-empty -m one")
+    before = shell.git("rev-parse HEAD")
+    shell.git("commit -q --allow-empty -m two", "update-ref refs/remotes/origin/main main")
+    assert merge_base(shell) == before
+
+
+def test_a_first_commit_has_no_base(shell):
+    shell.git("init -q -b main", "commit -q --allow-empty -m one")
+    shell.git("update-ref refs/remotes/origin/main main")
+    assert merge_base(shell) == ""
+
+
+@pytest.mark.parametrize("base", ["", "a" * 40])
+def test_timing_gate_is_given_the_base_where_there_is_one(shell, base):
+    done = shell(script("gate", "Timing"), BASE=base)
+    assert done.returncode == 0, done.stderr
+    ((program, arguments, _),) = shell.calls()
+    assert program == "pytest"
+    assert [a for a in arguments if "base=" in a] == ([f"--fastlayer-base={base}"] if base else [])
+    assert "" not in arguments
+
+
+# the comment
+
+
+def comment(shell: Shell, **variables: str) -> subprocess.CompletedProcess[str]:
+    return shell(
+        script("comment", "Validate"), **({"GITHUB_REF_NAME": "pull-request/12"} | variables)
+    )
+
+
 def test_first_comment_is_posted(shell):
     shell.artifact(run())
-    done = shell(script("comment", "Validate"), GITHUB_REF_NAME="pull-request/12")
+    done = comment(shell)
     assert done.returncode == 0, done.stderr
     _, arguments, files = shell.calls()[-1]
     assert arguments[:4] == ["api", "--method", "POST", "repos/owner/name/issues/12/comments"]
-    assert files["comment.md"].startswith("<!-- fastlayer-gate rtx-5080 -->\n### fastlayer")
+    body = files["comment.md"]
+    assert body.startswith("<!-- fastlayer-gate -->\n### fastlayer")
+    assert "(https://github.example/owner/name/actions/runs/77), commit " + "f" * 40 in body
 
 
 def test_next_comment_edits_the_first(shell):
     shell.artifact(run())
-    done = shell(script("comment", "Validate"), GITHUB_REF_NAME="pull-request/12", COMMENTS="99\n5")
+    done = comment(shell, COMMENTS="99\n5")
     assert done.returncode == 0, done.stderr
     arguments = shell.calls()[-1][1]
     assert arguments[:4] == ["api", "--method", "PATCH", "repos/owner/name/issues/comments/99"]
 
 
+def test_several_devices_share_one_comment(shell):
+    shell.artifact(run())
+    other = run(device=run().device.model_copy(update={"name": "NVIDIA B200"}))
+    shell.artifact(other, device="b200")
+    assert comment(shell).returncode == 0
+    posted = [call for call in shell.calls() if "POST" in call[1]]
+    ((_, _, files),) = posted
+    assert files["comment.md"].count("### fastlayer: NVIDIA") == 2
+
+
+def test_a_gate_without_a_record_says_so(shell):
+    assert comment(shell).returncode == 0
+    assert "did not get as far as a record" in shell.calls()[-1][2]["comment.md"]
+
+
+def test_a_long_table_is_cut_to_what_a_comment_holds(shell):
+    many = {f"case {i}": case(Verdict.SLOWER, label="é" * 60, reason="x" * 300) for i in range(300)}
+    shell.artifact(run(many))
+    assert comment(shell).returncode == 0
+    body = shell.calls()[-1][2]["comment.md"]
+    assert 55_000 < len(body.encode()) < 65_536
+    assert "Run, artefacts" in body
+
+
+def test_hostile_names_stay_text_in_the_comment(shell):
+    shell.artifact(run({"<img src=x>|`@all`\n::error::x": case()}))
+    done = comment(shell)
+    assert done.returncode == 0, done.stderr
+    body = shell.calls()[-1][2]["comment.md"]
+    assert "<img" not in body
+    assert "@all" not in body
+
+
 @pytest.mark.parametrize("branch", ["main", "pull-request/1;id", "pull-request/", "pull-request/x"])
 def test_other_branches_comment_nowhere(shell, branch):
     shell.artifact(run())
-    assert shell(script("comment", "Validate"), GITHUB_REF_NAME=branch).returncode == 1
+    assert comment(shell, GITHUB_REF_NAME=branch).returncode == 1
     assert shell.calls() == []
 
 
 def test_invalid_record_is_not_posted(shell):
-    (shell.folder / "artifact").mkdir()
-    (shell.folder / "artifact" / "run.json").write_text('{"schema_version": 1, "evil": true}')
-    done = shell(script("comment", "Validate"), GITHUB_REF_NAME="pull-request/12")
-    assert done.returncode == 2
+    shell.artifact(run())
+    path = shell.folder / "artifacts" / "gpu-rtx-5080" / "run.json"
+    path.write_text('{"schema_version": 1, "evil": true}')
+    assert comment(shell).returncode == 2
     assert shell.calls() == []
+
+
+# the baseline's pull request
+
+
+TABLE = "<!-- table:begin nvidia-h200.json -->\n<!-- table:end -->\n"
 
 
 @pytest.fixture
 def repository(shell):
-    """A checkout with a stored baseline, and the run of the artefact."""
+    """A checkout with stored baselines and what the README shows, and the run of the artefact."""
     save(run(), shell.folder / "baselines" / "nvidia-h200.json")
-    commands = (
-        "git init -q . && git add baselines && "
-        "git -c user.name=t -c user.email=t@example.org commit -q -m start"
-    )
-    assert shell(commands).returncode == 0
+    published = run({}, device=run().device.model_copy(update={"name": "NVIDIA GeForce RTX 5080"}))
+    save(published, shell.folder / "baselines" / "nvidia-geforce-rtx-5080.json")
+    (shell.folder / "README.md").write_text(TABLE)
+    shell.git("init -q -b main", "add baselines README.md", "commit -q -m start")
     return shell
 
 
@@ -152,10 +262,17 @@ def test_baseline_pull_request(repository):
     repository.artifact(run({"a": case(speedup=5), "b": case(Verdict.SLOWER)}))
     results = update(repository, accept="b a")
     assert [done.returncode for done in results] == [0, 0], results[-1].stderr
-    branch, contents, opened = repository.calls()
+    branch, *contents, opened = repository.calls()
     assert "ref=refs/heads/baseline/rtx-5080-77" in branch[1]
-    assert "repos/owner/name/contents/baselines/nvidia-h200.json" in contents[1]
-    assert any(argument.startswith("sha=") for argument in contents[1])
+    written = {call[1][3].removeprefix("repos/owner/name/contents/"): call[1] for call in contents}
+    assert set(written) == {
+        "README.md",
+        "baselines/nvidia-h200.json",
+        "docs/nvidia-h200-budget.svg",
+        "docs/nvidia-h200-speedup.svg",
+    }
+    replaced = {name for name, call in written.items() if any(a.startswith("sha=") for a in call)}
+    assert replaced == {"README.md", "baselines/nvidia-h200.json"}
     assert opened[1][:2] == ["pr", "create"]
     assert set(load(repository.folder / "baselines/nvidia-h200.json").cases) == {"a", "b"}
 

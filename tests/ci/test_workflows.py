@@ -173,8 +173,88 @@ def test_options_exist(path):
 
 def test_the_main_job_is_the_strict_one():
     gpu = "\n".join(scripts(ROOT / ".github/workflows/gpu.yml"))
-    for option in ("--fastlayer-require-baseline", "--fastlayer-require-quiet", "--junitxml"):
+    for option in (
+        "--fastlayer-require-baseline",
+        "--fastlayer-require-quiet",
+        "--fastlayer-base",
+        "--fastlayer-trace",
+        "--junitxml",
+    ):
         assert option in gpu
+
+
+def test_gpu_steps_in_their_order_and_what_is_kept():
+    gate = jobs(ROOT / ".github/workflows/gpu.yml")["gate"]
+    names = [step.get("name", "") for step in gate["steps"]]
+    order = ["Device", "Install", "Merge base", "Accuracy", "Timing", "Trace", "Step summary"]
+    places = [next(i for i, name in enumerate(names) if name.startswith(start)) for start in order]
+    assert places == sorted(places)
+    upload = gate["steps"][-1]
+    assert upload["with"]["path"].split() == [
+        "run.json",
+        "report.html",
+        "accuracy.xml",
+        "timing.xml",
+        "traces",
+    ]
+    trace = gate["steps"][places[order.index("Trace")]]
+    assert "failure()" in trace["if"]
+
+
+def test_ci_covers_what_the_project_promises():
+    ci = jobs(ROOT / ".github/workflows/ci.yml")
+    assert ci["test"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
+    script = "\n".join(scripts(ROOT / ".github/workflows/ci.yml"))
+    for command in (
+        "ruff check .",
+        "ruff format --check .",
+        "mypy",
+        "lint-imports",
+        "pytest tests/kernels tests/extreme",
+        "python -m fastlayer.kernels.resources",
+        "python -m fastlayer.kernels.polynomial_resources",
+        "pytest --fastlayer-bench",
+    ):
+        assert command in script
+    for job in ci.values():
+        assert job["runs-on"].startswith("ubuntu-")
+
+
+def test_the_baseline_job_renews_the_readme_by_its_own_command():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (command,) = [line for line in readme.splitlines() if line.startswith("fastlayer-gate figures")]
+    lines = "\n".join(scripts(ROOT / ".github/workflows/gpu.yml")).splitlines()
+    assert command in [line.strip() for line in lines]
+
+
+def test_the_hosted_jobs_install_what_they_import():
+    """``--no-deps`` leaves torch out; everything else that the reader needs is named."""
+    modules = {"filelock", "jinja2", "junit_xml", "matplotlib", "numpy", "pydantic", "scipy"}
+    for job, heavy in (("comment", False), ("baseline", True)):
+        (script,) = [
+            step["run"]
+            for step in jobs(ROOT / ".github/workflows/gpu.yml")[job]["steps"]
+            if "--no-deps" in step.get("run", "")
+        ]
+        named = set(re.findall(r"[a-z0-9-]+", script.partition("--no-deps .")[2]))
+        absent = ["torch", *sorted(modules - {name.replace("-", "_") for name in named})]
+        code = (
+            "import sys\n"
+            "class Block:\n"
+            "    def find_spec(self, name, path=None, target=None):\n"
+            f"        if name.partition('.')[0] in {absent!r}:\n"
+            "            raise ImportError(name)\n"
+            "sys.meta_path.insert(0, Block())\n"
+            "import pytest_fastlayer.cli, pytest_fastlayer.gate\n"
+            "from pytest_fastlayer.report import junit\n"
+        )
+        if heavy:
+            code += (
+                "from pytest_fastlayer import baselines\n"
+                "from pytest_fastlayer.report import figures, drawings\n"
+                "with baselines.locked('x.json'): pass\n"
+            )
+        subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_hosted_job_runs_the_command_that_the_readme_gives():
