@@ -45,6 +45,8 @@ class Oracle(nn.Module):
         InputError: ``workspace_bytes`` is not positive, or, when called, cannot hold one row.
     """
 
+    reference: ReferenceTransformer
+
     def __init__(
         self, reference: ReferenceTransformer, *, workspace_bytes: int = 2 * 2**30
     ) -> None:
@@ -53,7 +55,10 @@ class Oracle(nn.Module):
             raise InputError(
                 "workspace_bytes", f"{workspace_bytes}", "at least 1", "Pass a number of bytes."
             )
-        self.reference = reference
+        # Registered are the parts, so that parameters have the reference's own names.
+        object.__setattr__(self, "reference", reference)
+        self.layers = reference.layers
+        self.final_norm = reference.final_norm
         self.workspace_bytes = workspace_bytes
 
     @property
@@ -97,7 +102,7 @@ class Oracle(nn.Module):
     def _sample(self, x: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor) -> None:
         """One sample ``[n, d]`` into ``out``, which serves as the residual on the way."""
         out.copy_(x)
-        for layer in cast("list[ReferenceBlock]", list(self.reference.layers)):
+        for layer in cast("list[ReferenceBlock]", list(self.layers)):
             context = self._attention(layer, out, mask)
             for rows in self._row_blocks(out):
                 h = out[rows]
@@ -106,7 +111,7 @@ class Oracle(nn.Module):
                 out[rows] = _zeroed(h, mask, rows)
             del context
         for rows in self._row_blocks(out):
-            out[rows] = _zeroed(self.reference.final_norm(out[rows]), mask, rows)
+            out[rows] = _zeroed(self.final_norm(out[rows]), mask, rows)
 
     def _row_blocks(self, x: torch.Tensor) -> list[slice]:
         """Rows whose normalised, hidden and activated values fit the workspace together."""

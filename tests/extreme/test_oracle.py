@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -99,3 +100,17 @@ def test_errors_say_what_to_do() -> None:
         Oracle(model)(torch.zeros(2, 3, 25))
     with pytest.raises(InputError, match="valid_token_mask"):
         Oracle(model)(torch.zeros(2, 3, 24), torch.ones(2, 4, dtype=torch.bool))
+
+
+def test_parameters_have_the_references_names_and_storage() -> None:
+    model = reference(TransformerConfig(1, 5, 16, 2, 16, 2))
+    oracle = Oracle(model)
+    theirs = dict(model.named_parameters())
+    assert {name: id(one) for name, one in oracle.named_parameters()} == {
+        name: id(one) for name, one in theirs.items()
+    }
+    twin = copy.deepcopy(oracle).double()
+    x = torch.randn(1, 5, 16)
+    assert twin(x.double()).dtype == torch.float64
+    torch.testing.assert_close(twin(x.double()).float(), model(x), rtol=0, atol=1e-5)
+    assert next(model.parameters()).dtype == torch.float32
