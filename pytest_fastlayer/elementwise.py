@@ -257,6 +257,33 @@ class Comparer:
             stats.columns = dict(zip(hit.tolist(), columns[hit].tolist(), strict=True))
 
 
+def tally(
+    candidate: torch.Tensor,
+    reference: torch.Tensor,
+    atol: float,
+    rtol: float,
+    mode: Mode,
+    chunk: int,
+) -> torch.Tensor:
+    """(failed, worst budget) as float64 [2] on the tensors' device, without waiting for it.
+
+    What is not finite fails unless the reference holds the same value, and has no budget; -1
+    stands for no finite pair. Same shape, dtype and device; at least one element.
+    """
+    comparer = Comparer(candidate, reference, atol, rtol, mode, chunk)
+    rows = []
+    for _, c, r in comparer._chunks():
+        if is_exact(c.dtype):
+            row = comparer._exact_row(c, r)
+            rows.append(torch.stack([row[0], row[3]]))
+            continue
+        row, _, finite = comparer._row(c, r)
+        different = (~finite & ~_same(_wide(c), _wide(r))).sum()
+        rows.append(torch.stack([row[0] + different, row[3]]))
+    table = torch.stack(rows)
+    return torch.stack([table[:, 0].sum(), table[:, 1].amax()])
+
+
 def squared_error(
     candidate: torch.Tensor, reference: torch.Tensor, chunk: int | None = None
 ) -> tuple[float, int]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pytest_fastlayer.immutable import FrozenReference
     from pytest_fastlayer.pairing import Marks, Workbench
     from pytest_fastlayer.records import CaseRecord, Timing, Work
+    from pytest_fastlayer.stress import Stress
 
 SETTINGS = pytest.StashKey[Settings]()
 RUN = pytest.StashKey[Run]()
@@ -201,6 +202,7 @@ class Paired:
         describe: Callable[[Callable[..., Any]], Mapping[str, Any]] | None = None,
         rivals: Mapping[str, Callable[[], Callable[..., Any]]] | None = None,
         variants: Mapping[str, Callable[[], Callable[..., Any]]] | None = None,
+        stress: Stress | Mapping[str, Callable[[int], Any]] | None = None,
     ) -> CaseRecord:
         """Check ``candidate`` against ``reference``, and time it under ``--fastlayer-bench``.
 
@@ -215,13 +217,15 @@ class Paired:
             work: ``{"flops": ..., "bytes": ...}`` of one forward by the minimal algorithm, for
                 the roofline of the report; it decides nothing.
             reference_kind: ``"dense"`` or ``"other"`` count in the geometric mean; ``"oracle"``
-                makes the ratio diagnostic.
+                makes the ratio a diagnostic, timed in one AB/BA quad and never claimed.
             tolerance: What this pair promises; by default the test's marker, else 0.002 or 2%.
             float64: An exact evaluation; by default a double copy of a module reference.
             describe: Called with the candidate after it ran; may give ``route``, ``launch``,
                 ``objections`` and ``notes`` for the record.
             rivals: Factories of what a user would pick instead (``--fastlayer-rival NAME``).
             variants: Factories of other ways the candidate could run (``--fastlayer-admit``).
+            stress: Further kinds of input for ``--fastlayer-stress=SEEDS``: ``{label: inputs}``,
+                or a ``Stress`` with cells that are not gated or arms of their own.
 
         Returns:
             The judged record.
@@ -232,6 +236,7 @@ class Paired:
         from pytest_fastlayer import pairing
         from pytest_fastlayer.immutable import FrozenReference, freeze
         from pytest_fastlayer.records import Work
+        from pytest_fastlayer.stress import as_stress
 
         frozen = reference if isinstance(reference, FrozenReference) else freeze(reference)
         pair = pairing.Pair(
@@ -248,6 +253,7 @@ class Paired:
             describe=describe,
             rivals=rivals or {},
             variants=variants or {},
+            stress=as_stress(stress),
         )
         case, header, message = self._workbench.run(pair)
         self._record(name, case, header)

@@ -254,6 +254,18 @@ def _accuracy(case: CaseRecord) -> str:
     )
 
 
+def stress_failure(stress: records.Stress) -> str:
+    """Where a stress grid failed."""
+    bad = [cell for cell in stress.cells if cell.failed]
+    used = stress.budget_used
+    worst = "" if used is None else f", {used:.2f} of its budget"
+    return (
+        f"{stress.failed} of {stress.elements} elements out of tolerance in {len(bad)} of "
+        f"{len(stress.cells)} cells of the stress grid, the worst in {stress.cell} (seed "
+        f"{stress.seed}{worst}): correct the candidate first, a wrong result has no speed"
+    )
+
+
 #: What whoever measured has settled already: there is no figure to judge.
 _SETTLED = frozenset({Verdict.UNSUPPORTED, Verdict.UNRESOLVABLE, Verdict.INCONCLUSIVE})
 
@@ -276,6 +288,8 @@ def _blocked(case: CaseRecord) -> _Finding | None:
             Verdict.INCORRECT,
             f"{detail}: correct the candidate first, a wrong result has no speed",
         )
+    if case.stress is not None and case.stress.failed:
+        return _Finding(Verdict.INCORRECT, stress_failure(case.stress))
     if case.timing is None and case.verdict in _SETTLED:
         return _Finding(case.verdict, case.reason)
     if case.accuracy is None:

@@ -136,6 +136,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("alpha", "error rate of the whole run", _fraction, ini=True),
     Option("memory-tolerance", "peak memory allowed above the baseline", _seconds, ini=True),
     Option("seeds", "accuracy trials per case", _count, ini=True, metavar="N"),
+    Option(
+        "stress",
+        "also check every pair that has a stress grid, on this many seeds in each of its cells",
+        _count,
+        ini=True,
+        metavar="SEEDS",
+    ),
     Option("atol", "tighten the absolute tolerance", _seconds, ini=True),
     Option("rtol", "tighten the relative tolerance", _seconds, ini=True),
 )
@@ -177,6 +184,7 @@ class Settings:
     alpha: float = 0.05
     memory_tolerance: float = 0.02
     seeds: int | None = None
+    stress: int | None = None
     atol: float | None = None
     rtol: float | None = None
     ini: dict[str, Any] = field(default_factory=dict)
@@ -281,6 +289,7 @@ def read_settings(config: pytest.Config) -> Settings:
         alpha=either("alpha", 0.05),
         memory_tolerance=either("memory-tolerance", 0.02),
         seeds=given["seeds"],
+        stress=either("stress", None),
         atol=given["atol"],
         rtol=given["rtol"],
         ini={

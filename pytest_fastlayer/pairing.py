@@ -25,12 +25,13 @@ from pytest_fastlayer import (
     gate,
     measurement,
     probes,
+    stress,
     timing,
     tracing,
 )
 from pytest_fastlayer import statistics as stats
 from pytest_fastlayer.accuracy_message import explain
-from pytest_fastlayer.immutable import FrozenReference, held_tensors
+from pytest_fastlayer.immutable import FrozenReference, freeze, held_tensors
 from pytest_fastlayer.measurement import (
     Feed,
     Progress,
@@ -93,6 +94,7 @@ class Pair:
     describe: Callable[[Callable[..., Any]], Mapping[str, Any]] | None = None
     rivals: Mapping[str, Callable[[], Callable[..., Any]]] = field(default_factory=dict)
     variants: Mapping[str, Callable[[], Callable[..., Any]]] = field(default_factory=dict)
+    stress: stress.Stress | None = None
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,8 @@ class Workbench:
                 pair, variants = self._admit(pair, device)
         with devices.device_lock(key, exclusive=False), torch.no_grad():
             checked = self._check(pair, device)
+            if checked.case.verdict is Verdict.ACCURATE:
+                checked = self._stressed(pair, checked)
         case = checked.case
         if case.verdict is Verdict.ACCURATE and self.settings.bench:
             with devices.device_lock(key, exclusive=True), torch.no_grad():
@@ -321,6 +325,32 @@ class Workbench:
         )
         unlike_the_timed = next(((s, out) for s, out in expected.items() if s != FIRST_SEED), None)
         return Checked(case, failure, cost, unlike_the_timed)
+
+    def _stressed(self, pair: Pair, checked: Checked) -> Checked:
+        """What was checked, with the stress grid, where one is asked for and the pair has one."""
+        grid, seeds = pair.stress, self.settings.stress
+        if grid is None or seeds is None:
+            return checked
+        reference: Callable[..., Any] = pair.reference
+        candidate = pair.candidate
+        if grid.arms is not None:
+            reference, candidate = grid.arms(pair.candidate)
+        frozen = reference if isinstance(reference, FrozenReference) else freeze(reference)
+        found = stress.run(
+            grid,
+            frozen,
+            candidate,
+            range(FIRST_SEED, FIRST_SEED + seeds),
+            self.tolerance(pair.tolerance),
+            self.progress,
+            self.rerun,
+        )
+        frozen.verify()
+        changes: dict[str, Any] = {"stress": found.record}
+        if found.record.failed:
+            changes |= {"verdict": Verdict.INCORRECT, "reason": gate.stress_failure(found.record)}
+        case = checked.case.model_copy(update=changes)
+        return replace(checked, case=case, message=found.message)
 
     def _rms(
         self,

@@ -11,6 +11,7 @@ and library versions explain a change, they do not forbid the comparison.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -370,6 +371,57 @@ class BaseArm(Model):
 BASE_VERDICTS = frozenset({Verdict.SLOWER, Verdict.FASTER, Verdict.PASS, Verdict.INCONCLUSIVE})
 
 
+class StressCell(Model):
+    """One cell of a stress grid: a kind of input, over all seeds."""
+
+    label: str
+    workload: dict[str, JsonValue] = Field(default_factory=dict)
+    gated: bool = True
+    elements: Count
+    failed: Count
+    budget_used: NonNegative | None = None  #: the worst finite element's share of its tolerance
+    seed: int | None = None  #: of the worst element, a failing one before any other
+    route: str | None = None  #: what ran
+
+
+class Stress(Model):
+    """Accuracy over a grid of inputs. The totals are of the gated cells alone."""
+
+    seeds: tuple[int, ...]
+    note: str = ""
+    elements: Count
+    failed: Count
+    budget_used: NonNegative | None = None
+    cell: str | None = None  #: label of the worst gated cell
+    seed: int | None = None  #: and its worst seed
+    cells: tuple[StressCell, ...]
+    ungated: tuple[StressCell, ...] = ()
+
+    @classmethod
+    def of(cls, cells: Sequence[StressCell], seeds: Sequence[int], note: str = "") -> Stress:
+        """The totals of these cells."""
+        gated = tuple(cell for cell in cells if cell.gated)
+        worst = max(gated, key=lambda cell: (cell.failed > 0, cell.budget_used or 0), default=None)
+        used = [cell.budget_used for cell in gated if cell.budget_used is not None]
+        return cls(
+            seeds=tuple(seeds),
+            note=note,
+            elements=sum(cell.elements for cell in gated),
+            failed=sum(cell.failed for cell in gated),
+            budget_used=max(used, default=None),
+            cell=None if worst is None else worst.label,
+            seed=None if worst is None else worst.seed,
+            cells=gated,
+            ungated=tuple(cell for cell in cells if not cell.gated),
+        )
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Stress:
+        if self.failed != sum(cell.failed for cell in self.cells):
+            raise ValueError("failed is not the sum over the gated cells")
+        return self
+
+
 class CaseRecord(Model):
     """One case of one run. A timing cannot be constructed for a case that is not accurate."""
 
@@ -386,6 +438,7 @@ class CaseRecord(Model):
     objections: dict[str, list[str]] | None = None  #: rejected route -> reasons
     notes: tuple[str, ...] = ()  #: what the candidate says of its run, e.g. what a guard measured
     accuracy: Accuracy | None = None
+    stress: Stress | None = None
     timing: Timing | None = None
     peak_mib: PeakMemory | None = None
     probes: tuple[Probe, ...] = ()
@@ -403,6 +456,8 @@ class CaseRecord(Model):
     @model_validator(mode="after")
     def _no_speed_without_a_pass(self) -> CaseRecord:
         _refuse_unearned_speed(self.verdict, self.accuracy, self.timing)
+        if self.timing is not None and self.stress is not None and self.stress.failed:
+            raise ValueError("a timing needs a stress grid with no failed element")
         return self
 
 

@@ -12,6 +12,7 @@ from pytest_fastlayer.records import (
     Device,
     NoiseFloor,
     PeakMemory,
+    Stress,
     Timing,
     Verdict,
 )
@@ -40,6 +41,7 @@ def explain(name: str, case: CaseRecord, device: Device | None = None) -> list[s
     lines += ["", f"The rule. {_rule(case)}"]
     paragraphs = [
         [] if case.accuracy is None else list(_accuracy(case.accuracy)),
+        [] if case.stress is None else [_stress(case.stress)],
         list(_probes(case)),
         list(_time(case)),
         list(_roofline(case, device)),
@@ -59,6 +61,24 @@ def explain(name: str, case: CaseRecord, device: Device | None = None) -> list[s
 def decided_by_base(case: CaseRecord) -> bool:
     """A measured base that shows a drop, a gain or neither replaces the stored baseline's rule."""
     return case.base is not None and case.base.verdict in BASE_RULES
+
+
+def _stress(stress: Stress) -> str:
+    at = f" at {text.plain(stress.note, 60)}" if stress.note else ""
+    said = (
+        f"Stress grid{at}. {stress.failed} of {stress.elements} elements out of tolerance over "
+        f"{len(stress.seeds)} seeds of {len(stress.cells)} cells; worst share of the tolerance "
+        f"{_share(stress.budget_used)}, in {text.plain(stress.cell, 60)} at seed {stress.seed}"
+    )
+    apart = [
+        f"{text.plain(cell.label, 60)} {cell.failed} failed, worst {_share(cell.budget_used)}"
+        for cell in stress.ungated
+    ]
+    return f"{said}; not gated: {'; '.join(apart)}." if apart else f"{said}."
+
+
+def _share(used: float | None) -> str:
+    return "none finite" if used is None else text.decimal(used)
 
 
 def _rule(case: CaseRecord) -> str:

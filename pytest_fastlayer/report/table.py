@@ -92,6 +92,20 @@ def _show_budget(case: CaseRecord, _: float) -> str:
     return "" if used is None else "<0.01" if 0 < used < 0.01 else text.decimal(used)
 
 
+def _stress(case: CaseRecord) -> float | None:
+    return None if case.stress is None else case.stress.budget_used
+
+
+def _show_stress(case: CaseRecord, _: float) -> str:
+    grid = case.stress
+    if grid is None:
+        return ""
+    if grid.failed:
+        return f"{text.count(grid.failed)}/{text.count(grid.elements)} failed"
+    used = "-" if grid.budget_used is None else text.decimal(grid.budget_used)
+    return f"{used} of {len(grid.cells)}x{len(grid.seeds)}"
+
+
 def _show_failed(case: CaseRecord, _: float) -> str:
     if case.accuracy is None:
         return ""
@@ -129,6 +143,7 @@ COLUMNS = (
     Column("detects", _show_effect),
     Column("budget", _show_budget, _budget, min),
     Column("failed", _show_failed),
+    Column("stress", _show_stress, _stress, min),
     Column("peak MiB ref / cand", _show_peak),
     Column("vs baseline", _show_change, _change),
     Column("route", _show_route),
