@@ -104,3 +104,30 @@ def test_no_figure_without_a_record():
     prose = re.sub(r"<!-- table:begin.*?table:end -->", "", README, flags=re.DOTALL)
     prose = re.sub(r"```.*?```", "", prose, flags=re.DOTALL)
     assert not re.findall(r"\b\d+(?:\.\d+)?x\b", prose)
+
+
+def test_exit_codes_are_the_command_s():
+    from pytest_fastlayer import cli
+
+    listed = set(re.findall(r"^\| (\d+) \|", README, re.MULTILINE))
+    known = set(re.findall(r"^  (\d+) ", cli.EXIT_CODES, re.MULTILINE))
+    assert listed == known - {"1"}  # 1 is the check of the README itself
+
+
+def test_commands_named_are_commands_there_are():
+    from pytest_fastlayer import cli
+
+    used = set(re.findall(r"fastlayer-gate ([a-z]+)", "\n".join(blocks("console"))))
+    assert {"show", "compare", "explain", "report", "figures"} <= used
+    for command in used:
+        assert cli.main([command, "--help"]) == 0
+
+
+def test_runner_section_says_what_the_workflow_asks_for():
+    section = README[README.index("## Set up your own runner") : README.index("## FastTransformer")]
+    workflow = (ROOT / ".github/workflows/gpu.yml").read_text(encoding="utf-8")
+    for part in ("rtx-5080", "pull-request/", "update-baseline", "devices", "contents: read"):
+        assert part in section
+        assert part in workflow
+    for topic in ("driver", "Container or virtual environment", "Labels", "Runner group", "never"):
+        assert topic in section
