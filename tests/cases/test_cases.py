@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from grid import stress_grid
 from rivals import rivals
 
 from fastlayer import CASES, Admissions, FastTransformer, ReferenceTransformer, TransformerConfig
@@ -189,5 +190,6 @@ def test_case(case_id, paired):
         describe=describe,
         rivals={} if crowded else rivals(reference, config, device),
         variants=variants(reference, config, device),
+        stress=None if crowded else stress_grid(build, reference, config, device),
         **facts,
     )
