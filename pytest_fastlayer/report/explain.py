@@ -46,6 +46,7 @@ def explain(name: str, case: CaseRecord, device: Device | None = None) -> list[s
         list(_time(case)),
         list(_roofline(case, device)),
         list(_memory(case.peak_mib)),
+        [f"The candidate says: {text.plain(note, 400)}" for note in case.notes],
         list(_comparison(case)),
         [] if case.base is None else list(_base(case.base)),
         [*_arms("Rival", case.rivals), *_arms("Variant", case.variants)],

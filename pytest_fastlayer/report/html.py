@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from pytest_fastlayer.records import Arm, CaseRecord, Device, RunRecord, natural_key
+from pytest_fastlayer.records import Arm, CaseRecord, Device, RunRecord, StressCell, natural_key
 from pytest_fastlayer.report import explain, roofline, terminal, text
 from pytest_fastlayer.report import table as tables
 from pytest_fastlayer.report.table import Cell, Line, Mood, Table
@@ -51,6 +51,8 @@ class Detail:
     objections: dict[str, list[str]]
     arms: list[tuple[str, ...]]
     probes: list[tuple[str, bool, str]]
+    notes: tuple[str, ...]  #: what the candidate says of its run
+    stress: list[tuple[str, ...]]  #: rows of the stress grid, the ungated cells last
 
 
 @dataclass(frozen=True)
@@ -248,11 +250,27 @@ def _detail(anchor: str, name: str, case: CaseRecord, device: Device, *, plotted
         objections=case.objections or {},
         arms=[_arm("rival", a) for a in case.rivals] + [_arm("variant", a) for a in case.variants],
         probes=[(probe.name, probe.passed, probe.message) for probe in case.probes],
+        notes=case.notes,
+        stress=[_cell(cell) for cell in (*case.stress.cells, *case.stress.ungated)]
+        if case.stress
+        else [],
     )
 
 
 def _mapping(values: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{name} {value}" for name, value in (values or {}).items())
+
+
+def _cell(cell: StressCell) -> tuple[str, ...]:
+    return (
+        cell.label,
+        text.count(cell.elements),
+        text.count(cell.failed),
+        "" if cell.budget_used is None else text.decimal(cell.budget_used),
+        "" if cell.seed is None else str(cell.seed),
+        cell.route or "",
+        "yes" if cell.gated else "no",
+    )
 
 
 def _arm(kind: str, arm: Arm) -> tuple[str, ...]:

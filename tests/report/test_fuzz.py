@@ -28,6 +28,8 @@ from pytest_fastlayer.records import (
     RootMeanSquare,
     RunRecord,
     Settings,
+    Stress,
+    StressCell,
     Verdict,
     Work,
 )
@@ -48,6 +50,15 @@ def full_record() -> RunRecord:
     """A record in which every optional part is there."""
     everything = full_case(
         work=Work(flops=1e9, bytes=1e6),
+        notes=("the guard measured 0.3",),
+        stress=Stress.of(
+            [
+                StressCell(label="wide", elements=9, failed=0, budget_used=0.5, seed=3, route="r"),
+                StressCell(label="wild", elements=9, failed=2, gated=False),
+            ],
+            seeds=[1, 2],
+            note="scale 2",
+        ),
         accuracy=accuracy(rms_vs_float64=RootMeanSquare(candidate=1e-4, reference=2e-4)),
         timing=timing(
             dropped_pairs=2,

@@ -10,10 +10,19 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from makers import DEVICE, case, incorrect, run, timing, unsupported
+from makers import DEVICE, base, case, incorrect, run, timing, unsupported
 from test_terminal import HOSTILE, change
 
-from pytest_fastlayer.records import Arm, Clocks, Precision, Probe, RunRecord, Verdict
+from pytest_fastlayer.records import (
+    Arm,
+    Clocks,
+    Precision,
+    Probe,
+    RunRecord,
+    Stress,
+    StressCell,
+    Verdict,
+)
 from pytest_fastlayer.report import html, plots
 
 VOID = {"meta", "link", "br", "img", "input"}
@@ -115,6 +124,43 @@ def test_says_everything(page):
         "Environment",
     ):
         assert part in page.text, part
+
+
+def test_base_stress_and_notes_are_in_the_details():
+    measured = full_case(
+        base=base(tail=("its last words",)),
+        notes=("guard: 0.3 of 1",),
+        stress=Stress.of(
+            [
+                StressCell(label="wide scores", elements=90_000, failed=0, budget_used=0.5, seed=3),
+                StressCell(label="ungated", elements=9, failed=2, gated=False),
+            ],
+            seeds=[1, 2],
+        ),
+    )
+    shown = Page(html.render([run({"a": measured})])).text
+    for part in (
+        "Against the base revision",
+        "base main~1, commit fedcba9876543210fedcba9876543210fedcba98, measured",
+        "base's launch warps 8",
+        "Ratio of each pair, base over head",
+        "What the base's process wrote its last words",
+        "Base. main~1 (commit fedcba9876), timed in the same schedule",
+        "wide scores 90k 0 0.50 3 yes",
+        "ungated 9 2 no",
+        "What the candidate says of its run guard: 0.3 of 1",
+    ):
+        assert part in shown, part
+
+
+def test_a_ratio_over_an_oracle_is_in_no_speedup_plot(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        plots, "intervals", lambda rows, *_, **__: drawn.append(rows) or "<svg></svg>"
+    )
+    oracle = case(timing=timing(38.9, ci=None, aa=None), reference_kind="oracle")
+    html.render([run({"a": oracle})])
+    assert drawn == []
 
 
 def test_history_is_ordered_by_date_and_the_newest_is_shown(page):
