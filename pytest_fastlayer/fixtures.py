@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
+from pytest_fastlayer.base.protocol import SERVER
+from pytest_fastlayer.base.trees import Base
 from pytest_fastlayer.options import Settings
 from pytest_fastlayer.session import Run
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from pytest_fastlayer.accuracy import Comparison, Tolerance
+    from pytest_fastlayer.base.client import Request
     from pytest_fastlayer.immutable import FrozenReference
     from pytest_fastlayer.pairing import Marks, Workbench
     from pytest_fastlayer.records import CaseRecord, Timing, Work
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
 SETTINGS = pytest.StashKey[Settings]()
 RUN = pytest.StashKey[Run]()
+BASE = pytest.StashKey[Base]()
 PAYLOADS = pytest.StashKey[list[dict[str, Any]]]()
 
 #: What a marker may say; anything else is a usage error that names it.
@@ -114,6 +118,21 @@ def _replay_command(item: pytest.Item) -> str:
     return f"pytest {shlex.quote(item.nodeid)}"
 
 
+def _base_request(item: pytest.Item) -> Request | None:
+    """What to ask of the run's base about this item; None without ``--fastlayer-base``."""
+    config = item.config
+    base = config.stash.get(BASE, None)
+    if base is None:
+        return None
+    from pytest_fastlayer.base.client import Request, neutral_arguments
+
+    settings = config.stash[SETTINGS]
+    arguments = neutral_arguments(config.pluginmanager.hasplugin)
+    if settings.reference is not None:
+        arguments += (f"--fastlayer-reference={config.invocation_params.dir / settings.reference}",)
+    return Request(base, item.nodeid, arguments, config.inipath, settings.base_timeout_s)
+
+
 def _workbench(item: pytest.Item) -> Workbench:
     from pytest_fastlayer.pairing import Workbench
 
@@ -123,6 +142,7 @@ def _workbench(item: pytest.Item) -> Workbench:
         family_size=max(1, item.config.stash[RUN].selected),
         rerun=_replay_command(item),
         progress=Progress(item),
+        base=_base_request(item),
     )
 
 
@@ -182,6 +202,9 @@ class Paired:
 
         from pytest_fastlayer import pairing
 
+        server = self._item.config.stash.get(SERVER, None)
+        if server is not None:
+            server.unsupported(name, reason)
         case = pairing.unsupported(reason, label or name, workload or {})
         self._record(name, case, self._workbench.header(torch.device(self.device)))
         pytest.skip(f"UNSUPPORTED: {reason}")
@@ -255,6 +278,9 @@ class Paired:
             variants=variants or {},
             stress=as_stress(stress),
         )
+        server = self._item.config.stash.get(SERVER, None)
+        if server is not None:
+            return server.serve(pair)
         case, header, message = self._workbench.run(pair)
         self._record(name, case, header)
         changes = self._changes()

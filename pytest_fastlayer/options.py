@@ -104,6 +104,20 @@ OPTIONS: tuple[Option, ...] = (
         append=True,
         metavar="GLOB",
     ),
+    Option(
+        "base",
+        "also time the candidate of this git revision (or of the checkout at this path), in the "
+        "same schedule, and fail what is slower than it",
+        str,
+        metavar="REV",
+    ),
+    Option(
+        "base-timeout",
+        "seconds that a process of --fastlayer-base may take for one answer (default: 300)",
+        _positive_float,
+        ini=True,
+        metavar="S",
+    ),
     Option("rival", "also time this named rival of each pair", str, append=True, metavar="NAME"),
     Option("trace", "write a profiler trace for each case and arm", str, metavar="DIR"),
     Option("aa", "a full-length A/A control for every case"),
@@ -171,6 +185,8 @@ class Settings:
     admit: bool = False
     variants: tuple[str, ...] = ()
     rivals: tuple[str, ...] = ()
+    base: str | None = None
+    base_timeout_s: float = 300.0
     trace: Path | None = None
     aa: bool = False
     pairs: int | None = None
@@ -261,7 +277,7 @@ def read_settings(config: pytest.Config) -> Settings:
 
     baseline = path("baseline") or config.rootpath / (ini["baseline"] or "baselines")
     return Settings(
-        bench=bool(given["bench"] or given["admit"] or given["update-baseline"]),
+        bench=any(given[name] for name in ("bench", "admit", "update-baseline", "base")),
         json=path("json"),
         markdown=path("markdown"),
         html=path("html"),
@@ -276,6 +292,8 @@ def read_settings(config: pytest.Config) -> Settings:
         admit=bool(given["admit"]),
         variants=tuple(given["variant"] or ()),
         rivals=tuple(given["rival"] or ()),
+        base=given["base"],
+        base_timeout_s=either("base-timeout", 300.0),
         trace=path("trace"),
         aa=bool(given["aa"]),
         pairs=given["pairs"],

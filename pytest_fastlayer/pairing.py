@@ -31,6 +31,9 @@ from pytest_fastlayer import (
 )
 from pytest_fastlayer import statistics as stats
 from pytest_fastlayer.accuracy_message import explain
+from pytest_fastlayer.base import judging
+from pytest_fastlayer.base.client import Request
+from pytest_fastlayer.base.threeway import Question, against_base
 from pytest_fastlayer.immutable import FrozenReference, freeze, held_tensors
 from pytest_fastlayer.measurement import (
     Feed,
@@ -144,6 +147,7 @@ class Workbench:
     family_size: int
     rerun: str  #: the command that replays this test
     progress: Progress
+    base: Request | None = None  #: the base that timed cases are held against
     watch: probes.Watch = field(default_factory=probes.Watch)  #: taken before the candidate runs
 
     def knob(self, name: str, device: torch.device) -> Any:
@@ -200,6 +204,10 @@ class Workbench:
             with devices.device_lock(key, exclusive=True), torch.no_grad():
                 case = self._time(pair, checked, device)
             case = self._judge(pair, case, header)
+        if self.base is not None and case.timing is not None:
+            with devices.device_lock(key, exclusive=True):
+                base = against_base(self.base, self._question(pair, checked, device))
+            case = judging.settle(case, base, name=pair.name, policy=self.policy())
         return case.model_copy(update={"variants": variants}), header, checked.message
 
     def time_callables(
@@ -430,6 +438,22 @@ class Workbench:
         )
         pair.reference.verify()
         return case.model_copy(update={"timing": measured, "peak_mib": peak, "rivals": rivals})
+
+    def _question(self, pair: Pair, checked: Checked, device: torch.device) -> Question:
+        """What the base of this pair is asked: the same work, tolerance and schedule."""
+        measured = checked.case.accuracy
+        assert measured is not None
+        return Question(
+            pair=pair,
+            seeds=measured.seeds,
+            tolerance=self.tolerance(pair.tolerance),
+            exact=measured.rms_vs_float64 is not None,
+            device=device,
+            cost=checked.cost,
+            schedule=replace(self._schedule(device), diagnostic=False),
+            policy=self.policy(),
+            progress=self.progress,
+        )
 
     def _after_timing(self, pair: Pair, checked: Checked) -> tuple[Probe, ...]:
         """Still right once it has been timed, on contents that it was not timed on?

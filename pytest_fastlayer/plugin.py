@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_fastlayer import devices
+from pytest_fastlayer.base.protocol import SERVER
 from pytest_fastlayer.fixtures import (
+    BASE,
     PAYLOADS,
     RUN,
     SETTINGS,
@@ -58,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[SETTINGS] = settings
     run = config.stash[RUN] = Run(settings)
     if is_worker(config):
+        _take_base(config)
         return
     cache = getattr(config, "cache", None)
     if cache is not None:
@@ -98,6 +101,41 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             "--fastlayer-bench under --dist=each would time every case once per worker on the "
             "same device; use --dist=load (the default of -n), or no -n"
         )
+    if settings.base is not None and SERVER not in config.stash:
+        _check_out(settings.base, config)
+
+
+def _check_out(rev: str, config: pytest.Config) -> None:
+    """The base of the run, once and for all workers; gone when the run is."""
+    from pytest_fastlayer.base.trees import BaseRevisionError, Checkout
+
+    if config.stash[SETTINGS].admit:
+        raise pytest.UsageError(
+            "--fastlayer-base with --fastlayer-admit: the variants of one tree cannot be held "
+            "against another's candidate; admit first, then compare"
+        )
+    try:
+        checkout = Checkout(rev, config.rootpath, config.invocation_params.dir)
+    except BaseRevisionError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.add_cleanup(checkout.close)
+    config.stash[BASE] = checkout.base
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """xdist: every worker is told where the base was checked out."""
+    base = node.config.stash.get(BASE, None)
+    if base is not None:
+        node.workerinput["fastlayer_base"] = base.dump()
+
+
+def _take_base(config: pytest.Config) -> None:
+    from pytest_fastlayer.base.trees import Base
+
+    dumped = getattr(config, "workerinput", {}).get("fastlayer_base")
+    if dumped is not None:
+        config.stash[BASE] = Base.load(dumped)
 
 
 def _check_paths(settings: Settings) -> None:

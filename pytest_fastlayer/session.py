@@ -70,13 +70,14 @@ class Run:
                 self.errors.append("no case was measured, so no baseline was updated")
             return not self.errors
         from pytest_fastlayer import baselines, gate
+        from pytest_fastlayer.base import judging
         from pytest_fastlayer.records import CaseRecord, RunRecord
 
         policy = make_policy(self.settings, family_size=sum(map(len, self.cases.values())))
         green = True
         for device, raw in self.cases.items():
             before = {name: CaseRecord.model_validate(case) for name, case in raw.items()}
-            after = gate.judge_run(before, policy)
+            after = gate.judge_run(before, policy, judging.drop)
             self.errors += newly_red(before, after, policy)
             green &= not any(gate.is_failure(case.verdict, policy) for case in after.values())
             record = RunRecord.model_validate(

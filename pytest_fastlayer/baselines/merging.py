@@ -113,14 +113,22 @@ def merge(
 
 
 def _storable(name: str, case: CaseRecord, accept: Collection[str]) -> bool:
-    accepted = name in accept and case.verdict in ACCEPTABLE
-    return case.verdict in GREEN | NOTICE or accepted
+    accepted = name in accept and case.verdict in ACCEPTABLE | GREEN
+    return accepted or (case.verdict in GREEN | NOTICE and not _is_below_stored(case))
+
+
+def _is_below_stored(case: CaseRecord) -> bool:
+    """Green by the base of its run alone: the stored figure, which it would replace, is better."""
+    change = case.comparison
+    if case.base is None or case.base.timing is None or change is None or change.ci is None:
+        return False
+    return change.ci[1] < 1 / (1 + change.threshold)
 
 
 def _entry(case: CaseRecord) -> CaseRecord:
-    """The case as a baseline keeps it: no comparison with its predecessor, no per-pair trace."""
+    """The case as a baseline keeps it: compared with nothing, and without a per-pair trace."""
     timing = case.timing and case.timing.model_copy(update={"log_ratios": None})
-    update: dict[str, Any] = {"timing": timing, "comparison": None}
+    update: dict[str, Any] = {"timing": timing, "comparison": None, "base": None}
     if case.verdict in _ABOUT_COMPARISON:
         settled = Verdict.ACCURATE if timing is None else Verdict.PASS
         update |= {"verdict": settled, "reason": ""}

@@ -1,0 +1,158 @@
+"""The two arms of a served pair: fed, settled and timed as the run commands, block by block."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from pytest_fastlayer import timing
+from pytest_fastlayer.base import origin
+from pytest_fastlayer.base.protocol import Channel
+from pytest_fastlayer.clocks import Clock, collect_garbage
+from pytest_fastlayer.immutable import FrozenReference
+from pytest_fastlayer.measurement import Feed, Tap, arguments, synchronize
+from pytest_fastlayer.outputs import leaves
+
+#: Share of a block that runs untimed before it: the other arms' processes had the caches, and
+#: their idle threads may still spin.
+WARM_SHARE = 0.1
+#: Seed of the arguments that arms start with; the same on both sides of the channel.
+FIRST_SEED = 1234
+
+
+class ServedPair(Protocol):
+    """What is needed of a pair."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def reference(self) -> FrozenReference: ...
+    @property
+    def candidate(self) -> Callable[..., Any]: ...
+    @property
+    def inputs(self) -> Callable[[int], Any]: ...
+    @property
+    def describe(self) -> Callable[[Callable[..., Any]], Mapping[str, Any]] | None: ...
+
+
+def digest(values: object) -> str:
+    """sha256 of the types, shapes and contents of nested arguments."""
+    total = hashlib.sha256()
+    for leaf in leaves(values):
+        value = leaf.value
+        if isinstance(value, torch.Tensor):
+            total.update(f"{leaf.path} {value.dtype} {tuple(value.shape)}".encode())
+            if value.layout == torch.strided and not value.is_quantized:
+                flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+                total.update(flat.contiguous().view(torch.uint8).numpy().data)
+        elif isinstance(value, bool | int | float | complex | str | bytes | None):
+            total.update(f"{leaf.path} {value!r}".encode())
+        else:  # what it prints as may hold an address
+            total.update(f"{leaf.path} {type(value).__qualname__}".encode())
+    return total.hexdigest()
+
+
+def portable(output: object) -> dict[str, Any]:
+    """An output as one flat mapping from the path of each leaf, as it travels in a file.
+
+    Tensors keep their device and lose storage that they only look at; what is neither tensor,
+    number nor text is given as the text that describes it.
+    """
+
+    def carried(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().as_subclass(torch.Tensor)
+            is_part = value.layout == torch.strided and value.untyped_storage().nbytes() > (
+                value.nbytes
+            )
+            return value.clone() if is_part else value
+        plain = (bool, int, float, complex, str, type(None))
+        return value if isinstance(value, plain) else repr(value)
+
+    return {path: carried(value) for path, value in leaves(output)}
+
+
+class Arms:
+    """Obeys the run's commands for one pair."""
+
+    def __init__(self, pair: ServedPair, job: Mapping[str, Any]) -> None:
+        self._pair = pair
+        self._job = job
+        self._device = torch.device(job["device"])
+        self._clock: Clock = timing.clock_for(self._device)
+        self._feed = Feed(arguments(pair.inputs, FIRST_SEED), pair.inputs)
+        self._taps = {
+            "reference": Tap(pair.reference.target, self._feed),
+            "candidate": Tap(pair.candidate, self._feed),
+        }
+
+    def obey(self, channel: Channel) -> None:
+        """Answer commands until ``stop``. An exception of an arm is an answer too."""
+        orders: dict[str, Callable[..., dict[str, Any]]] = {
+            "output": self._output,
+            "renew": self._renew,
+            "block": self._block,
+            "describe": self._describe,
+        }
+        with torch.no_grad():
+            channel.send({"event": "pair", **self._facts()})
+            while (order := channel.receive())["do"] != "stop":
+                do = order.pop("do")
+                try:
+                    answer = orders[do](**order)
+                except Exception as error:  # whatever a stranger's code raises is its answer
+                    text = "".join(traceback.format_exception(error))
+                    print(text, file=sys.stderr, flush=True)
+                    answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
+                channel.send({"event": "answer", **answer})
+
+    def _facts(self) -> dict[str, Any]:
+        collect_garbage()
+        tree, other = self._job["tree"], self._job["other"]
+        return {
+            "inputs": digest(self._feed.args),
+            "clock": self._clock.name,
+            "resolution_s": self._clock.resolution_s,
+            "settle_s": self._clock.settle_s,
+            "foreign": [] if other is None else origin.foreign(self._pair, Path(tree), Path(other)),
+        }
+
+    def _output(self, arm: str, seed: int, file: str) -> dict[str, Any]:
+        """What the arm makes of fresh contents, saved to ``file``."""
+        function = self._pair.candidate if arm == "candidate" else self._pair.reference.target
+        output = function(*arguments(self._pair.inputs, seed))
+        synchronize(self._device)
+        torch.save(portable(output), file)
+        return {}
+
+    def _describe(self) -> dict[str, Any]:
+        described: Mapping[str, Any] = {}
+        if self._pair.describe is not None:
+            described = self._pair.describe(self._pair.candidate)
+        launch = described.get("launch")
+        return {
+            "route": described.get("route"),
+            "launch": {str(k): v for k, v in launch.items()} if launch else None,
+        }
+
+    def _renew(self, seed: int) -> dict[str, Any]:
+        self._feed.renew(seed)
+        synchronize(self._device)
+        return {}
+
+    def _block(self, arm: str, forwards: int, cold: bool) -> dict[str, Any]:
+        """One timed block; its seconds are of the whole block."""
+        tap = self._taps[arm]
+        for _ in range(round(WARM_SHARE * forwards)):
+            tap()
+        block = self._clock.block(tap, forwards, cold=cold)
+        patched = timing.patched_timers()
+        if patched:
+            raise timing.TimerPatchedError(f"{', '.join(patched)} replaced in the arm's process")
+        return {"seconds": block.seconds, "wall_s": block.wall_s, "tail_s": block.tail_s}

@@ -1,0 +1,290 @@
+"""The run's end: start the process of an arm, command it, and say what went wrong with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import pytest
+
+import pytest_fastlayer
+from pytest_fastlayer.base.protocol import Channel, Closed
+from pytest_fastlayer.base.trees import Base, Tree, is_environment
+from pytest_fastlayer.clocks import BlockTime
+from pytest_fastlayer.records import BaseStatus
+from pytest_fastlayer.report import text
+
+#: Lines of a process's output that are kept when it fails.
+TAIL_LINES = 12
+#: Seconds that a process may take to end by itself once it is told to.
+FAREWELL_S = 10.0
+#: What keeps other plugins from taking the served test out of our hands, where they are in use.
+_NEUTRAL = {
+    "xdist": "-n0",
+    "timeout": "--timeout=0",
+    "rerunfailures": "--reruns=0",
+    "pytest_cov": "--no-cov",
+}
+
+
+class ArmError(Exception):
+    """An arm's process could not serve. ``status`` is what a base's record says then."""
+
+    def __init__(self, status: BaseStatus, reason: str, tail: Sequence[str] = ()) -> None:
+        super().__init__(reason)
+        self.status: BaseStatus = status
+        self.reason = reason
+        self.tail = tuple(tail)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One test whose base is wanted: everything but the pair itself."""
+
+    base: Base
+    nodeid: str
+    arguments: tuple[str, ...]  #: of pytest, for the processes of all arms alike
+    inipath: Path | None
+    timeout_s: float
+
+    def job(self, tree: Tree, case: str, device: str) -> dict[str, Any]:
+        """What the process of an arm in ``tree`` is told; see ``child.main``."""
+        head = self.base.head
+        own = tree == head
+        path, without = _search_path(head, tree)
+        ini: list[str] = []
+        if self.inipath is not None:
+            there = head.counterpart(self.inipath, tree) or self.inipath
+            ini = ["-c", str(there)] if there.is_file() else []
+        return {
+            "gate": str(Path(pytest_fastlayer.__file__).parents[1]),
+            "path": path,
+            "without": without,
+            "case": case,
+            "device": device,
+            "tree": str(tree.top),
+            "other": None if own else str(head.top),
+            "arguments": [
+                *ini,
+                f"--rootdir={tree.root}",
+                *("-p", "no:fastlayer", "-p", "pytest_fastlayer.plugin"),
+                *("-p", "no:cacheprovider", "-s", "-q", "--tb=short", "--color=no"),
+                "--fastlayer-bench",
+                f"--fastlayer-device={device.partition(':')[0]}",
+                *self.arguments,
+                self.nodeid,
+            ],
+        }
+
+
+def neutral_arguments(has_plugin: Callable[[str], bool]) -> tuple[str, ...]:
+    """Arguments that quieten the plugins in use that would disturb a served test."""
+    return tuple(argument for name, argument in _NEUTRAL.items() if has_plugin(name))
+
+
+def _search_path(head: Tree, tree: Tree) -> tuple[list[str], list[str]]:
+    """Folders of ``tree`` to import from first, and those of the head to leave out.
+
+    Every entry of this process's path inside the head's tree has a counterpart: a flat or ``src``
+    layout, an editable install's ``.pth``, ``PYTHONPATH``. An environment that lies inside the
+    tree is none of the project's code and stays.
+    """
+    first: list[Path] = [tree.root, tree.root / "src"]
+    without: list[Path] = []
+    for entry in sys.path:
+        folder = Path(entry or os.curdir).resolve()
+        counterpart = head.counterpart(folder, tree)
+        if counterpart is not None and not is_environment(folder):
+            first.append(counterpart)
+            without.append(folder)
+    path = [folder for folder in dict.fromkeys(first) if folder.is_dir()]
+    return [*map(str, path)], [str(folder) for folder in without if folder not in path]
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without what says that it is a worker, or in the middle of a test."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTEST_XDIST_", "PYTEST_CURRENT_TEST"))
+    }
+
+
+class Child:
+    """The process of one arm. A context manager: at its end the process is gone."""
+
+    def __init__(self, request: Request, tree: Tree, case: str, device: str, log: Path) -> None:
+        self._timeout_s = request.timeout_s
+        self._log = log
+        self._events: list[dict[str, Any]] = []
+        self._is_lost = False
+        mine, theirs = socket.socketpair()
+        job = request.job(tree, case, device) | {"end": theirs.fileno()}
+        script = Path(__file__).with_name("child.py")
+        with log.open("wb") as output, theirs:
+            self._process = subprocess.Popen(
+                (sys.executable, str(script), json.dumps(job)),
+                cwd=tree.root,
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # to be ended with whatever it starts
+            )
+        self._channel = Channel(mine)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process: politely, then by force, together with what it started."""
+        with suppress(Closed):
+            self._channel.send({"do": "stop"})
+        self._channel.close()
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.0 if self._is_lost else FAREWELL_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def ready(self) -> dict[str, Any]:
+        """What the pair says of itself once the test has made it. Raises ArmError."""
+        return self._await("pair", "make its pair")
+
+    def ask(self, do: str, **order: Any) -> dict[str, Any]:
+        """The answer to an order. Raises ArmError, also when the answer is an error."""
+        try:
+            self._channel.send({"do": do} | order)
+        except Closed:
+            raise self._ended() from None
+        answer = self._await("answer", f"answer ({do})")
+        if "error" in answer:
+            raise ArmError("failed", text.plain(answer["error"], 300), self.tail())
+        return answer
+
+    def _await(self, wanted: Literal["pair", "answer"], doing: str) -> dict[str, Any]:
+        while True:
+            try:
+                message = self._channel.receive(self._timeout_s)
+            except TimeoutError:
+                self._is_lost = True
+                raise ArmError(
+                    "timeout",
+                    f"it did not {doing} within {self._timeout_s:g} s (--fastlayer-base-timeout)",
+                    self.tail(),
+                ) from None
+            except (Closed, ValueError):
+                raise self._ended() from None
+            if message["event"] == wanted:
+                return message
+            self._events.append(message)
+            if message["event"] == "end":
+                raise self._unserved(message)
+
+    def _ended(self) -> ArmError:
+        """The pipe is closed: by a process that ended before it could say why."""
+        try:
+            code = self._process.wait(FAREWELL_S)
+        except subprocess.TimeoutExpired:
+            return ArmError("crashed", "its process closed the pipe", self.tail())
+        how = f"with exit code {code}"
+        if code < 0:
+            how = f"by {signal.Signals(-code).name}"
+        return ArmError("crashed", f"its process ended {how}", self.tail())
+
+    def _unserved(self, end: dict[str, Any]) -> ArmError:
+        """The test is over without the pair: why?"""
+        said = {event["event"]: event.get("text", "") for event in self._events}
+        if "unsupported" in said:
+            return ArmError("unsupported", text.plain(said["unsupported"], 300))
+        if "uncollected" in said:
+            reason = f"its test module does not import: {last_line(said['uncollected'])}"
+            return ArmError("import_error", reason, _lines(said["uncollected"]))
+        if "failed" in said:
+            reason = f"its test failed before the pair was made: {last_line(said['failed'])}"
+            return ArmError("failed", reason, _lines(said["failed"]))
+        if "skipped" in said:
+            return ArmError("missing", f"its test was skipped: {text.plain(said['skipped'], 200)}")
+        tail = self.tail()
+        if end["code"] == pytest.ExitCode.USAGE_ERROR and not any("not found" in t for t in tail):
+            return ArmError("failed", f"pytest could not start in its tree: {tail[-1]}", tail)
+        if end["code"] in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
+            return ArmError("missing", "it has no such test", tail)
+        made = f"; it makes {text.listing(end['others'])}" if end["others"] else ""
+        return ArmError("missing", f"its test makes no pair of this name{made}", tail)
+
+    def tail(self) -> tuple[str, ...]:
+        """The last lines that the process wrote."""
+        try:
+            return _lines(self._log.read_text(errors="replace")[-8000:])
+        except OSError:
+            return ()
+
+
+def _lines(output: str) -> tuple[str, ...]:
+    lines = [text.plain(line, 200) for line in output.splitlines()]
+    return tuple(line for line in lines if line)[-TAIL_LINES:]
+
+
+def last_line(output: str) -> str:
+    """The last line of a traceback that says something: pytest marks it with ``E``."""
+    lines = _lines(output)
+    marked = [line[1:].strip() for line in lines if line.startswith("E ")]
+    return (marked or list(lines) or ["no output"])[-1]
+
+
+@dataclass
+class RemoteArm:
+    """One arm in its process, as something a clock can time."""
+
+    child: Child
+    arm: Literal["reference", "candidate"]
+
+
+@dataclass
+class RemoteClock:
+    """The clock of the arms' processes: it times a block where the arm is."""
+
+    name: Literal["cuda_events", "cpu_clock"]
+    resolution_s: float
+    settle_s: float
+    children: tuple[Child, ...] = field(repr=False)
+
+    def block(self, fn: Any, forwards: int, *, cold: bool = False) -> BlockTime:
+        """Time ``forwards`` calls of a `RemoteArm`."""
+        return BlockTime(
+            **_figures(fn.child.ask("block", arm=fn.arm, forwards=forwards, cold=cold))
+        )
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: an arm answers when its device has finished."""
+
+    def renew(self, seed: int) -> None:
+        """New contents for every arm, untimed."""
+        for child in self.children:
+            child.ask("renew", seed=seed)
+
+
+def _figures(answer: dict[str, Any]) -> dict[str, float]:
+    return {name: float(answer[name]) for name in ("seconds", "wall_s", "tail_s")}
