@@ -449,6 +449,14 @@ class CaseRecord(Model):
     nodeid: str | None = None
 
     @property
+    def is_below_stored(self) -> bool:
+        """Held against its base, where the stored baseline alone would have called it slower."""
+        change = self.comparison
+        if self.base is None or self.base.timing is None or change is None or change.ci is None:
+            return False
+        return change.ci[1] < 1 / (1 + change.threshold)
+
+    @property
     def is_diagnostic(self) -> bool:
         """The ratio is over an oracle, built to be lean and not fast: it claims no speedup."""
         return self.reference_kind == "oracle"

@@ -114,15 +114,8 @@ def merge(
 
 def _storable(name: str, case: CaseRecord, accept: Collection[str]) -> bool:
     accepted = name in accept and case.verdict in ACCEPTABLE | GREEN
-    return accepted or (case.verdict in GREEN | NOTICE and not _is_below_stored(case))
-
-
-def _is_below_stored(case: CaseRecord) -> bool:
-    """Green by the base of its run alone: the stored figure, which it would replace, is better."""
-    change = case.comparison
-    if case.base is None or case.base.timing is None or change is None or change.ci is None:
-        return False
-    return change.ci[1] < 1 / (1 + change.threshold)
+    # Green by the base of its run alone is not enough to replace a stored figure that is better.
+    return accepted or (case.verdict in GREEN | NOTICE and not case.is_below_stored)
 
 
 def _entry(case: CaseRecord) -> CaseRecord:

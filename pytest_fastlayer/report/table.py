@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pytest_fastlayer.records import GREEN, NOTICE, CaseRecord, RunRecord, Verdict
+from pytest_fastlayer.records import GREEN, NOTICE, Arm, CaseRecord, RunRecord, Verdict
 from pytest_fastlayer.report import text
 
 Mood = Literal["good", "notice", "bad", ""]
@@ -131,6 +131,20 @@ def _show_change(case: CaseRecord, _: float) -> str:
     return text.ratio(change.ratio, change.ci) + published
 
 
+def _base(case: CaseRecord) -> float | None:
+    return None if case.base is None or case.base.timing is None else case.base.timing.speedup
+
+
+def _show_base(case: CaseRecord, _: float) -> str:
+    base = case.base
+    if base is None:
+        return ""
+    if base.timing is None:
+        return base.status
+    shown = text.ratio(base.timing.speedup, base.timing.ci)
+    return shown if base.verdict is Verdict.PASS else f"{shown} {base.verdict}"
+
+
 def _show_route(case: CaseRecord, _: float) -> str:
     return text.plain(case.route, 32) if case.route else ""
 
@@ -145,6 +159,7 @@ COLUMNS = (
     Column("failed", _show_failed),
     Column("stress", _show_stress, _stress, min),
     Column("peak MiB ref / cand", _show_peak),
+    Column("vs base", _show_base, _base),
     Column("vs baseline", _show_change, _change),
     Column("route", _show_route),
 )
@@ -152,8 +167,40 @@ COLUMNS = (
 LEGEND = (
     "speedup: reference time / candidate time, with its interval; floor: noise floor; A/A: one arm "
     "against itself; detects: smallest change this run could detect; budget: share of the "
-    "tolerance that the worst element used; failed: elements out of tolerance / all."
+    "tolerance that the worst element used; failed: elements out of tolerance / all; vs base and "
+    "vs baseline: speed of this candidate / speed of that one; a rival's column: reference time / "
+    "rival time, and the rival's time."
 )
+
+
+def _rival_column(name: str) -> Column:
+    """A rival's speedup over the same reference and its time, or the verdict that refused it."""
+
+    def arm(case: CaseRecord) -> Arm | None:
+        return next((rival for rival in case.rivals if rival.name == name), None)
+
+    def value(case: CaseRecord) -> float | None:
+        rival = arm(case)
+        return None if rival is None or rival.timing is None else rival.timing.speedup
+
+    def show(case: CaseRecord, unit: float) -> str:
+        rival = arm(case)
+        if rival is None:
+            return ""
+        if rival.timing is None:
+            return rival.verdict.value
+        seconds = text.significant(rival.timing.candidate_s / unit)
+        return f"{text.speedup(rival.timing.speedup)} / {seconds}"
+
+    heading = text.plain(name, 32).replace("{", "{{").replace("}", "}}")
+    return Column(f"{heading} x / {{unit}}", show, value)
+
+
+def _columns(run: RunRecord) -> tuple[Column, ...]:
+    """The columns of every table, with one for each rival of the run before the baseline's."""
+    rivals = dict.fromkeys(arm.name for case in run.cases.values() for arm in case.rivals)
+    before = next(i for i, column in enumerate(COLUMNS) if column.heading == "vs base")
+    return (*COLUMNS[:before], *map(_rival_column, rivals), *COLUMNS[before:])
 
 
 def mood(verdict: Verdict) -> Mood:
@@ -172,7 +219,7 @@ def build(run: RunRecord) -> Table:
     """The table of a run. Columns in which no case has a value are left out."""
     unit, seconds = time_unit(run)
     headings, columns = ["case"], [[Cell(label(name, case)) for name, case in run.cases.items()]]
-    for column in COLUMNS:
+    for column in _columns(run):
         cells = _cells(column, list(run.cases.values()), seconds)
         if any(cell.text for cell in cells):
             headings.append(column.heading.format(unit=unit))
@@ -281,12 +328,36 @@ def _notices(run: RunRecord) -> list[Line]:
         notices.append(
             f"stored figures are another device's for {len(foreign)}: {text.listing(foreign)}"
         )
+    notices += _base_notices(run)
     changes = [c for case in run.cases.values() if case.comparison for c in _changed(case)]
     if changes:
         notices.append(f"changed since the baseline: {text.listing(dict.fromkeys(changes))}")
     notices += _timing_notices(run)
     notices += [text.plain(note, 400) for note in run.notes]
     return [Line(notice, "notice") for notice in notices]
+
+
+def _base_notices(run: RunRecord) -> list[str]:
+    """Bases that gave no figure, each reason said once, and what a base let pass."""
+    reasons: dict[str, list[str]] = {}
+    for name, case in run.cases.items():
+        if case.base is not None and case.base.timing is None:
+            told = text.plain(f"{case.base.rev} {case.base.status}: {case.base.reason}", 300)
+            reasons.setdefault(told, []).append(name)
+    notices = [
+        f"no figure of the base for {text.listing(names)}, held against the stored baseline "
+        f"alone: {told}"
+        for told, names in reasons.items()
+    ]
+    below = [
+        name for name, case in run.cases.items() if case.is_below_stored and case.verdict in GREEN
+    ]
+    if below:
+        notices.append(
+            f"slower than stored, though not than the base, so not by this change: "
+            f"{text.listing(below)}"
+        )
+    return notices
 
 
 def _changed(case: CaseRecord) -> tuple[str, ...]:
