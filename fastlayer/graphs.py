@@ -15,6 +15,14 @@ from typing import Any
 
 import torch
 
+#: The handle of the current stream of the CUDA device with that index. Asking for the stream itself
+#: makes an object of it first, which takes longer than all else that a replay does in Python.
+current_stream: Callable[[int], int] = getattr(
+    torch._C,
+    "_cuda_getCurrentRawStream",
+    lambda index: torch.cuda.current_stream(index).cuda_stream,
+)
+
 Body = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 #: Eager runs before a capture: libraries choose algorithms and allocate workspaces in these.
@@ -95,7 +103,7 @@ class GraphedCall:
         self._captured.clear()
 
     def _ready(self, x: torch.Tensor, mask: torch.Tensor | None) -> _Captured | None:
-        stream = torch.cuda.current_stream(x.device).cuda_stream
+        stream = current_stream(x.get_device())
         graph = self._captured.get(stream)
         if graph is None:
             try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton
 
 from fastlayer.config import TransformerConfig
 from fastlayer.kernels.knobs import Launch, sizes_for
@@ -68,6 +69,13 @@ def operands(launch: Launch, sizes: FusedSizes, weights: FusedWeights) -> Operan
     return Operands((*matrices, *rest), maximum)
 
 
+def _is_observed() -> bool:
+    """Whether a profiler, or anyone else, asked Triton to be told of launches."""
+    # Each is a chain of hooks, empty unless one was added, or what somebody put in its place.
+    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
 @dataclass(slots=True)
 class Step:
     """One kernel launch of a program, everything fixed but the input, the output, the lengths.
@@ -83,7 +91,10 @@ class Step:
     constants: dict[str, Any]
     options: dict[str, Any]
     continues: bool = False
-    _runner: Callable[..., None] | None = field(default=None, repr=False)
+    _compiled: Any = field(default=None, repr=False)
+    _run: Callable[..., None] | None = field(default=None, repr=False)
+    _fixed: tuple[Any, ...] = field(default=(), repr=False)
+    _head: tuple[int, ...] = field(default=(), repr=False)
     _tail: tuple[Any, ...] = field(default=(), repr=False)
 
     def arguments(
@@ -93,18 +104,43 @@ class Step:
         source = out if self.continues else x
         return (source, out, *self.weights, lengths, *self.exchange)
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor, lengths: torch.Tensor) -> None:
+    def first(self, x: torch.Tensor, out: torch.Tensor, lengths: torch.Tensor) -> bool:
+        """Launches through Triton, which compiles; whether ``again`` may serve from now on."""
         tensors = self.arguments(x, out, lengths)
-        if self._runner is not None:
-            # Triton's own dispatch looks every argument over again; nothing here ever changes.
-            self._runner(*tensors, *self._tail)
-            return
         grid = (self.programs, 1, 1)
         compiled = self.kernel[grid](*tensors, *self.scalars, **self.constants, **self.options)
-        if compiled is not None:  # The interpreter compiles nothing.
-            names = self.kernel.arg_names[len(tensors) + len(self.scalars) :]
-            self._tail = (*self.scalars, *(self.constants[name] for name in names))
-            self._runner = compiled[grid]
+        if compiled is None:  # The interpreter compiles nothing.
+            return False
+        names = self.kernel.arg_names[len(tensors) + len(self.scalars) :]
+        self._compiled = compiled
+        self._run = compiled.run
+        # What a launcher takes before the arguments: the kernel; no metadata of the launch, no
+        # hook on entry and none on exit.
+        self._fixed = (compiled.function, compiled.packed_metadata, None, None, None)
+        self._head = tuple(tensor.data_ptr() for tensor in self.weights)
+        self._tail = (
+            *(tensor.data_ptr() for tensor in self.exchange),
+            *self.scalars,
+            *(self.constants[name] for name in names),
+        )
+        return True
+
+    def again(self, x: int, out: int, lengths: int, stream: int) -> None:
+        """The same launch with other addresses, on ``stream``.
+
+        Triton's own dispatch would look every argument over again, and ask the driver about every
+        tensor; its launcher takes addresses as they are.
+        """
+        assert self._run is not None
+        source = out if self.continues else x
+        grid = (self.programs, 1, 1)
+        self._run(*grid, stream, *self._fixed, source, out, *self._head, lengths, *self._tail)
+
+    def observed(self, x: int, out: int, lengths: int, stream: int) -> None:
+        """As ``again``, with the metadata that Triton's launch hooks are given."""
+        source = out if self.continues else x
+        launch = self._compiled[self.programs, 1, 1]
+        launch(source, out, *self._head, lengths, *self._tail, stream=stream)
 
 
 class Program:
@@ -119,18 +155,32 @@ class Program:
         masked: bool,
     ) -> None:
         self.steps: list[Step] = _FORMS[launch.form](launch, sizes, packed, workspace, masked)
+        self._ready = False
 
     def __call__(
-        self, x: torch.Tensor, out: torch.Tensor, lengths: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        lengths: torch.Tensor | None = None,
+        stream: int | None = None,
     ) -> None:
-        """Writes the model's output for ``x [B, N, d]`` to ``out``.
+        """Writes the model's output for ``x [B, N, d]`` to ``out``, on the current stream.
 
         ``x`` and ``out`` are float32, contiguous and aligned to sixteen bytes; ``lengths [B]``
         int32 counts each sample's valid tokens and is given exactly if the program is masked.
+        ``stream`` is the current stream's handle, for callers who know it already.
         """
         last = x if lengths is None else lengths
+        if not self._ready:
+            compiled = [step.first(x, out, last) for step in self.steps]
+            self._ready = all(compiled)
+            return
+        if stream is None:
+            stream = torch.cuda.current_stream(x.device).cuda_stream
+        source, target, counts = x.data_ptr(), out.data_ptr(), last.data_ptr()
+        launch = Step.observed if _is_observed() else Step.again
         for step in self.steps:
-            step(x, out, last)
+            launch(step, source, target, counts, stream)
 
 
 def _common(launch: Launch, sizes: FusedSizes, packed: Operands, masked: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ launch is used on a device and compiler for the first time it proves itself ther
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import torch
 
 from fastlayer.contract import RuntimeContract
 from fastlayer.errors import RouteRefused
+from fastlayer.graphs import current_stream
 from fastlayer.kernels import launches as table
 from fastlayer.kernels.knobs import Launch as Knobs
 from fastlayer.kernels.knobs import sizes_for
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from fastlayer.kernels.sizes import FusedSizes
 
 _OLDEST = (8, 0)
+
+#: Without the question whether CUDA is initialised: an input lies on it.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 #: Streams whose programs a model keeps; each holds a workspace.
 _STREAMS = 4
@@ -164,6 +168,9 @@ def _bind(state: ModelState, contract: RuntimeContract, launch: Knobs) -> Bound:
 class _FusedCall:
     """One shape on one device. A stream's programs share no workspace with another's."""
 
+    #: A call reads packed copies of the parameters, and no parameter itself.
+    reads_copies = True
+
     def __init__(
         self, launch: Knobs, sizes: FusedSizes, packed: Operands, device: torch.device, masked: bool
     ) -> None:
@@ -171,6 +178,7 @@ class _FusedCall:
         self._sizes = sizes
         self._packed = packed
         self._device = device
+        self._index = torch.cuda.current_device() if device.index is None else device.index
         self._masked = masked
         self._programs: OrderedDict[int, Program] = OrderedDict()
 
@@ -181,22 +189,21 @@ class _FusedCall:
         if not x.numel():
             return out
         lengths = mask.sum(1, dtype=torch.int32) if self._masked and mask is not None else None
-        if torch.cuda.current_device() == self._device.index:
-            self._program()(x, out, lengths)
+        if _current_device() == self._index:
+            self._run(x, out, lengths)
         else:
-            with torch.cuda.device(self._device):
-                self._program()(x, out, lengths)
+            with torch.cuda.device(self._index):
+                self._run(x, out, lengths)
         return out
 
-    def _program(self) -> Program:
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+    def _run(self, x: torch.Tensor, out: torch.Tensor, lengths: torch.Tensor | None) -> None:
+        stream = current_stream(self._index)
         program = self._programs.get(stream)
         if program is None:
-            program = self._new_program()
-            self._programs[stream] = program
+            program = self._programs[stream] = self._new_program()
             if len(self._programs) > _STREAMS:
                 self._programs.popitem(last=False)
-        return program
+        program(x, out, lengths, stream)
 
     def _new_program(self) -> Program:
         from fastlayer.kernels.launch import Program, new_workspace
