@@ -170,7 +170,7 @@ class FastTransformer(ReferenceTransformer):
         """How this call would be computed, and why, as text to print. Runs nothing."""
         _check_dense(x)
         runtime = self._own_runtime()
-        runtime.state.refresh(_ambient(x.device.type)[-1])
+        runtime.state.refresh(_ambient(x)[-1])
         kind = self._mask_kind(x, valid_token_mask, runtime)
         return self._decide(self._contract(x, kind, compiling=False)).explain()
 
@@ -200,12 +200,48 @@ class FastTransformer(ReferenceTransformer):
         self, x: torch.Tensor, valid_token_mask: torch.Tensor | None, compiling: bool
     ) -> torch.Tensor:
         runtime = self._own_runtime()
-        ambient = _ambient(x.device.type)
-        version = runtime.state.refresh(ambient[-1])
-        kind = self._mask_kind(x, valid_token_mask, runtime)
+        state = runtime.state
+        ambient = _ambient(x)
+        kind = MaskKind.NONE
+        if valid_token_mask is not None:
+            kind = self._mask_kind(x, valid_token_mask, runtime)
+        mask = None if kind is MaskKind.NONE or not kind.masks else valid_token_mask
         if self.launch is not runtime.launch or self.admissions is not runtime.admissions:
             runtime.choose_by(self.launch, self.admissions)
-        key: Hashable = (
+        result: torch.Tensor | None = None
+        version = state.version
+        key = self._key(version, x, kind, ambient, compiling, runtime)
+        last, plan = runtime.last
+        if key != last:
+            plan = None
+        elif plan is not None and plan.ahead:
+            result = plan.run(x, mask)
+        if state.refresh(ambient[-1]) != version:
+            plan = result = None
+            key = self._key(state.version, x, kind, ambient, compiling, runtime)
+        if plan is None:
+            plan = self._planned(key, x, kind, compiling, runtime)
+        if result is None:
+            result = plan.run(x, mask)
+        if state.notes or state.measured:
+            plan.notes += tuple(state.notes)
+            plan.decision = replace(plan.decision, notes=plan.notes + state.measured)
+            state.notes.clear()
+            state.measured = ()
+        runtime.decision = plan.decision
+        return result
+
+    def _key(
+        self,
+        version: int,
+        x: torch.Tensor,
+        kind: MaskKind,
+        ambient: _Ambient,
+        compiling: bool,
+        runtime: _Runtime,
+    ) -> Hashable:
+        """Everything that a decision follows from, but for the free memory."""
+        return (
             version,
             x.shape,
             x.dtype,
@@ -221,20 +257,18 @@ class FastTransformer(ReferenceTransformer):
             self.route,
             self.working_set_bytes,
         )
-        if key in runtime.memory_bound:
-            key = (key, _available(x.device))
-        plan = runtime.plans.get(key)
+
+    def _planned(
+        self, key: Hashable, x: torch.Tensor, kind: MaskKind, compiling: bool, runtime: _Runtime
+    ) -> _Plan:
+        """The plan for a call that is not like the last one: remembered, or made now."""
+        bound = key in runtime.memory_bound
+        plan = runtime.plans.get((key, _available(x.device)) if bound else key)
         if plan is None:
             plan = self._plan(key, x, kind, compiling, runtime)
-        result = plan.run(x, valid_token_mask if kind.masks else None)
-        state = runtime.state
-        if state.notes or state.measured:
-            plan.notes += tuple(state.notes)
-            plan.decision = replace(plan.decision, notes=plan.notes + state.measured)
-            state.notes.clear()
-            state.measured = ()
-        runtime.decision = plan.decision
-        return result
+        if key not in runtime.memory_bound:
+            runtime.last = (key, plan)
+        return plan
 
     def _plan(
         self, key: Hashable, x: torch.Tensor, kind: MaskKind, compiling: bool, runtime: _Runtime
@@ -245,17 +279,16 @@ class FastTransformer(ReferenceTransformer):
         except RouteRefused:
             # The route objects from now on, so this decides otherwise or says why it cannot.
             plan = self._bound(self._decide(contract), runtime)
-        if _is_memory_bound(contract):
-            runtime.memory_bound.add(key)
-            key = (key, contract.available_bytes)
-        runtime.remember(key, plan)
+        free = contract.available_bytes if _is_memory_bound(contract) else None
+        runtime.remember(key, plan, free)
         return plan
 
     @staticmethod
     def _bound(decision: Decision, runtime: _Runtime) -> _Plan:
         route = route_named(decision.route)
         assert route is not None
-        return _Plan(decision, route.bind(runtime.state, decision.contract, decision.launch))
+        run = route.bind(runtime.state, decision.contract, decision.launch)
+        return _Plan(decision, run, ahead=getattr(run, "reads_copies", False))
 
     def _decide(self, contract: RuntimeContract) -> Decision:
         rows = admissions_module.committed() if self.admissions is None else self.admissions
@@ -267,8 +300,7 @@ class FastTransformer(ReferenceTransformer):
         runtime = self._own_runtime()
         state = runtime.state
         altered = state.altered or _unusual(x)
-        where = x.device.type
-        inference, autocast, precision, deterministic, capturing = _ambient(where)
+        inference, autocast, precision, deterministic, capturing = _ambient(x)
         parameter = self.final_norm.weight
         if not altered and not autocast and parameter.dtype != x.dtype:
             raise InputError(
@@ -369,8 +401,16 @@ def _forward_fake(
 
 @dataclass(slots=True)
 class _Plan:
+    """How calls of one kind run.
+
+    ``ahead``: ``run`` reads copies of the parameters and writes a new output only, on a device that
+    computes while the host goes on. A warm call then launches first and looks the parameters over
+    meanwhile; should anything have changed, that result is dropped and the call decided anew.
+    """
+
     decision: Decision
     run: Bound
+    ahead: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -383,6 +423,9 @@ class _Runtime:
         self.plans: OrderedDict[Hashable, _Plan] = OrderedDict()
         self.memory_bound: set[Hashable] = set()
         self.decision: Decision | None = None
+        #: The last call's key with its plan, unless free memory takes part in that decision.
+        #: Most calls are like the one before, and comparing keys is quicker than hashing one.
+        self.last: tuple[Hashable, _Plan | None] = (None, None)
         self._version = 0
         self.launch: Launch | None = None
         self.admissions: Admissions | None = None
@@ -390,22 +433,38 @@ class _Runtime:
     def choose_by(self, launch: Launch | None, admissions: Admissions | None) -> None:
         """Forgets the plans that were made by another launch or other admissions."""
         self.launch, self.admissions = launch, admissions
+        self._forget()
+
+    def _forget(self) -> None:
+        self.last = (None, None)
         self.plans.clear()
         self.memory_bound.clear()
 
-    def remember(self, key: Hashable, plan: _Plan) -> None:
+    def remember(self, key: Hashable, plan: _Plan, free: int | None) -> None:
+        """Keeps ``plan`` for calls with that key while as many bytes are free, if that matters."""
         if self.state.version != self._version:
             self._version = self.state.version
-            self.plans.clear()
-            self.memory_bound.clear()
+            self._forget()
+        if free is not None:
+            self.memory_bound.add(key)
+            key = (key, free)
         self.plans[key] = plan
         while len(self.plans) > _PLANS:
             self.plans.popitem(last=False)
 
 
-_cuda_matmul = torch.backends.cuda.matmul
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _autocast_exists = cache(torch.amp.is_autocast_available)
+_is_capturing = torch.cuda.is_current_stream_capturing
+
+
+def _public_fp32_precision(backend: str, operation: str) -> str:
+    value: str = getattr(getattr(torch.backends, backend), operation).fp32_precision
+    return value
+
+
+#: ``torch.backends.<backend>.<operation>.fp32_precision``, without a lookup that must fail first.
+_fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", _public_fp32_precision)
 
 #: (inference mode, autocast dtype or "", precision, deterministic, capturing)
 _Ambient = tuple[bool, str, Precision, bool, bool]
@@ -413,13 +472,14 @@ _Ambient = tuple[bool, str, Precision, bool, bool]
 _PRECISIONS: dict[tuple[str, bool], Precision] = {}
 
 
-def _ambient(device_type: str) -> _Ambient:
-    """Process and thread state, in the order of ``_Ambient``."""
+def _ambient(x: torch.Tensor) -> _Ambient:
+    """Process and thread state as it concerns ``x``, in the order of ``_Ambient``."""
+    device_type = "cuda" if x.is_cuda else x.device.type
     try:
         matmul = torch.get_float32_matmul_precision()
     except RuntimeError:  # torch refuses to answer once its older and newer settings were mixed
         matmul = "mixed"
-    tf32 = _cuda_matmul.__getattr__("fp32_precision") == "tf32"  # skips a lookup that must fail
+    tf32 = _fp32_precision("cuda", "matmul") == "tf32"
     precision = _PRECISIONS.get((matmul, tf32))
     if precision is None:
         precision = _PRECISIONS[matmul, tf32] = Precision(matmul, tf32)
@@ -431,7 +491,7 @@ def _ambient(device_type: str) -> _Ambient:
         autocast,
         precision,
         torch.are_deterministic_algorithms_enabled(),
-        device_type == "cuda" and torch.cuda.is_current_stream_capturing(),
+        device_type == "cuda" and _is_capturing(),
     )
 
 

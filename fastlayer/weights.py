@@ -78,6 +78,17 @@ _attention_settings = itemgetter(*_SETTINGS[ReferenceAttention])
 _norm_settings = itemgetter(*_SETTINGS[nn.LayerNorm])
 
 
+def _at(tensors: list[torch.Tensor], addresses: list[int], indices: list[int]) -> bool:
+    """Whether each of ``tensors`` lies at its address; ``indices`` are all of them, in order."""
+    return list(map(torch.Tensor.data_ptr, tensors)) == addresses
+
+
+#: The same within torch, for plain tensors; builds for CUDA have it.
+_compiled_at: Callable[[list[torch.Tensor], list[int], list[int]], bool] | None = getattr(
+    torch._C, "_tensors_data_ptrs_at_indices_equal", None
+)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The live parameters of one block. Weights ``[out, in]``, biases ``[out]``."""
@@ -128,7 +139,8 @@ class ModelState:
 
         ``capturing``: a CUDA graph of the caller's is being captured.
         """
-        if self._watch is None or not self._watch.unchanged(capturing):
+        watch = self._watch
+        if watch is None or not watch.unchanged(capturing):
             self.invalidate()
             self._watch = _Watch(self.module)
             self.altered = alteration(self.module, self.config)
@@ -190,33 +202,35 @@ class _Watch:
         self._tags = list(map(tuple, self._tagged))
         self._parents = [vars(module) for module in modules if module._modules]
         self._owners = [vars(module) for module in modules if module._parameters]
-        self._held = [dict(entries) for entries in self._entries()]
+        self._held_modules = list(map(dict, map(_modules, self._parents)))
+        self._held_parameters = list(map(dict, map(_parameters, self._owners)))
         self._attentions = _with_settings(modules, ReferenceAttention)
         self._norms = _with_settings(modules, nn.LayerNorm)
         self._attention_settings = list(map(_attention_settings, self._attentions))
         self._norm_settings = list(map(_norm_settings, self._norms))
         self._hooked = self._has_hooks()
         self._methods = _methods()
-        held = [item for entries in self._held for item in entries.values()]
+        held = [item for entries in self._held_parameters for item in entries.values()]
         self._tensors = [item for item in held if isinstance(item, torch.Tensor)]
         self._single = any(tensor.numel() == 1 for tensor in self._tensors)
-        self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
+        # Held, so that no other data can come to lie at their addresses.
+        self._storages = list(map(_storage, self._tensors))
+        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+        self._indices = list(range(len(self._tensors)))
+        plain = all(type(tensor) is nn.Parameter for tensor in self._tensors)
+        self._at = _compiled_at if plain and _compiled_at is not None else _at
         self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._version = sum(map(_version, self._counted))  # of counters that only ever grow
         self._snapshots = [
             (tensor, tensor.detach().clone()) for tensor in self._tensors if tensor.is_inference()
         ]
 
-    def _entries(self) -> list[dict[str, object]]:
-        return [*map(_modules, self._parents), *map(_parameters, self._owners)]
-
     def _has_hooks(self) -> bool:
-        return (
+        return bool(
             any(map(_forward_hooks, self._attributes))
             or any(map(_forward_pre_hooks, self._attributes))
-            or bool(
-                module_globals._global_forward_hooks or module_globals._global_forward_pre_hooks
-            )
+            or module_globals._global_forward_hooks
+            or module_globals._global_forward_pre_hooks
         )
 
     def unchanged(self, capturing: bool) -> bool:
@@ -228,21 +242,21 @@ class _Watch:
             # Equality asks the objects themselves only where they are not the same ones. Tensors
             # then raise, or answer for their one element: the case left to ``_same_objects``, as
             # is a capture, which their comparison would become a part of.
-            if self._entries() != self._held:
-                return False
-            if sum(map(_version, self._counted)) != self._version:
-                return False
-            if list(map(_attention_settings, self._attentions)) != self._attention_settings:
-                return False
-            if list(map(_norm_settings, self._norms)) != self._norm_settings:
+            if (
+                list(map(_parameters, self._owners)) != self._held_parameters
+                or list(map(_modules, self._parents)) != self._held_modules
+                or sum(map(_version, self._counted)) != self._version
+                or not self._at(self._tensors, self._addresses, self._indices)
+                or list(map(_attention_settings, self._attentions)) != self._attention_settings
+                or list(map(_norm_settings, self._norms)) != self._norm_settings
+            ):
                 return False
         except Exception:
             # A name is gone; tensors that are not the same would not compare; or data made in
             # inference mode, which has no counter, was swapped in.
             return False
         if (
-            list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers
-            or list(map(type, self._inner)) != self._classes
+            list(map(type, self._inner)) != self._classes
             or sum(map(len, self._attributes)) != self._attribute_count
             or (self._tagged and list(map(tuple, self._tagged)) != self._tags)
             or _methods() != self._methods
@@ -254,15 +268,23 @@ class _Watch:
         return all(torch.equal(tensor, snapshot) for tensor, snapshot in self._snapshots)
 
     def _same_objects(self) -> bool:
-        present = self._entries()
-        return list(map(len, present)) == list(map(len, self._held)) and all(
+        present = [*map(_parameters, self._owners), *map(_modules, self._parents)]
+        held = [*self._held_parameters, *self._held_modules]
+        return list(map(len, present)) == list(map(len, held)) and all(
             entries[name] is item
-            for entries, held in zip(present, self._held, strict=True)
-            for name, item in held.items()
+            for entries, mine in zip(present, held, strict=True)
+            for name, item in mine.items()
         )
 
     def requires_grad(self) -> bool:
         return any(map(_requires_grad, self._tensors))
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # one that wraps others has none of its own
+        return None
 
 
 def _with_settings(modules: list[nn.Module], kind: type[nn.Module]) -> list[dict[str, object]]:

@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 from torch.nn.utils import parametrizations, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastlayer import FastTransformer, ReferenceTransformer, make_inputs
+from fastlayer import FastTransformer, InputError, ReferenceTransformer, make_inputs
 from fastlayer.reference import ReferenceAttention, ReferenceBlock
 
 CONFIG = small()
@@ -29,8 +29,22 @@ def x():
     return make_inputs(CONFIG, 1)[0]
 
 
+@pytest.fixture(params=[False, True], ids=["", "ahead"])
+def _ahead(request, monkeypatch):
+    """Whether warm calls run before anything is looked over, as those on a GPU do."""
+    if request.param:
+        bound = FastTransformer._bound
+
+        def ahead(decision, runtime):
+            plan = bound(decision, runtime)
+            plan.ahead = True
+            return plan
+
+        monkeypatch.setattr(FastTransformer, "_bound", staticmethod(ahead))
+
+
 @pytest.fixture
-def model():
+def model(_ahead):
     """A model that packs its weights, having run once."""
     _, model = make_pair(CONFIG)
     with torch.no_grad():
@@ -322,6 +336,7 @@ QUIET = {
 
 @pytest.mark.parametrize("alter", QUIET.values(), ids=QUIET.keys())
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
+@pytest.mark.usefixtures("_ahead")
 def test_an_altered_call_takes_the_reference_arithmetic(x, alter, warm):
     _, model = make_pair(CONFIG)
     with torch.no_grad():
@@ -431,6 +446,7 @@ def test_parameters_in_a_new_dictionary(model, x):
     assert model.last_decision.route == "sdpa"
 
 
+@pytest.mark.usefixtures("_ahead")
 def test_equal_parameters_of_one_element_are_not_the_same():
     config = small(d_model=1, num_heads=1, ffn_dim=1)
     _, model = make_pair(config)
@@ -442,6 +458,59 @@ def test_equal_parameters_of_one_element_are_not_the_same():
         model.final_norm.bias.add_(1.0)
         assert_accepted(model(x), dense(model, x))
         assert (dense(model, x) > 0.5).all()
+
+
+def test_new_data_at_the_address_of_the_old(model):
+    state = model._runtime.state
+    state.invalidate()
+    version = state.refresh()
+    weight = model.layers[0].ffn_in.weight
+    with torch.no_grad():
+        for _ in range(8):  # each time what the last one freed may be handed out again
+            weight.data = weight.data * 1.5
+    assert state.refresh() == version + 1
+
+
+def test_what_ran_ahead_of_an_edit_is_dropped(model, x):
+    key, plan = model._runtime.last
+    plan.ahead, run, results = True, plan.run, []
+
+    def counted(*arguments):
+        results.append(run(*arguments))
+        return results[-1]
+
+    plan.run = counted
+    with torch.no_grad():
+        assert model(x) is results[-1]
+        assert model._runtime.last == (key, plan)
+        model.final_norm.bias.add_(1.0)
+        edited = model(x)
+        assert len(results) == 2
+        assert edited is not results[-1]
+        assert_accepted(edited, dense(model, x))
+        model.double()
+        with pytest.raises(InputError, match=r"x\.dtype"):
+            model(x)
+
+
+def test_a_call_unlike_the_last_does_not_run_ahead(model, x):
+    _, plan = model._runtime.last
+    plan.ahead = True
+
+    def refuse(*arguments):
+        raise AssertionError("another call's plan ran")
+
+    with torch.no_grad():
+        model(x[:2])
+        plan.run = refuse
+        model(x[:2])
+        model.requires_grad_(True)
+        with torch.enable_grad():
+            model(x)
+        with pytest.raises(InputError):
+            model(x[..., :-1])
+        with pytest.raises(AssertionError, match="another call's plan"):
+            model(x)
 
 
 class Recording(TorchDispatchMode):
