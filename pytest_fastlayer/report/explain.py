@@ -161,7 +161,7 @@ def _base(base: BaseArm) -> Iterator[str]:
         yield "That decides nothing, so the stored baseline does, where there is one."
     else:
         yield "This takes the place of the stored baseline: no other day's clock is involved."
-    yield from (f"Warning: {text.plain(warning, 400)}" for warning in timing.warnings)
+    yield from _warnings(timing)
 
 
 def _arms(kind: str, arms: Sequence[Arm]) -> Iterator[str]:
@@ -206,7 +206,7 @@ def _diagnosis(timing: Timing) -> Iterator[str]:
             f"A/A control: the {timing.aa.arm} against itself gave "
             f"{text.percent(timing.aa.speedup - 1, signed=True)} over {timing.aa.pairs} pairs."
         )
-    yield from (f"Warning: {text.plain(warning, 400)}" for warning in timing.warnings)
+    yield from _warnings(timing)
 
 
 def _timing(timing: Timing) -> Iterator[str]:
@@ -240,7 +240,11 @@ def _timing(timing: Timing) -> Iterator[str]:
     if timing.dropped_pairs:
         why = text.listing(timing.dropped_reasons) or "no reason recorded"
         yield f"{timing.dropped_pairs} pairs were dropped: {why}."
-    yield from (f"Warning: {text.plain(warning, 400)}" for warning in timing.warnings)
+    yield from _warnings(timing)
+
+
+def _warnings(timing: Timing) -> Iterator[str]:
+    yield from (f"Warning: {text.plain(warning, 400).rstrip('.')}." for warning in timing.warnings)
 
 
 def _comparison(case: CaseRecord) -> Iterator[str]:

@@ -44,7 +44,8 @@ class Detail:
     label: str
     verdict: str
     mood: Mood
-    sentences: list[str]
+    paragraphs: list[str]
+    advice: list[str]
     traces: list[tuple[str, Markup]]
     wrote: tuple[str, ...]  #: last lines of the base's process
     facts: dict[str, str]
@@ -161,7 +162,7 @@ def _section(number: int, records: list[RunRecord]) -> Section:
         created=run.created,
         published=run.provenance == "published",
         mean="-" if mean is None else text.speedup(mean[0]),
-        lines=[*tables.summary(run), *tables.explanations(run)],
+        lines=[*tables.explanations(run), *tables.summary(run)],
         table=_table(run),
         details=[
             _detail(f"s{number}c{i}", name, case, run.device, plotted=i < MAX_PLOTTED)
@@ -238,12 +239,14 @@ def _detail(anchor: str, name: str, case: CaseRecord, device: Device, *, plotted
         facts["base"] = f"{case.base.rev}{commit}, {case.base.status}"
         facts["base's route"] = case.base.route
         facts["base's launch"] = _mapping(case.base.launch)
+    paragraphs, advice = _prose(explain.explain(name, case, device)[1:])
     return Detail(
         anchor=anchor,
         label=tables.label(name, case, 100),
         verdict=case.verdict.value,
         mood=tables.mood(case.verdict),
-        sentences=explain.explain(name, case, device)[1:],
+        paragraphs=paragraphs,
+        advice=advice,
         traces=traces,
         wrote=case.base.tail if case.base else (),
         facts={key: str(value) for key, value in facts.items() if value},
@@ -255,6 +258,19 @@ def _detail(anchor: str, name: str, case: CaseRecord, device: Device, *, plotted
         if case.stress
         else [],
     )
+
+
+def _prose(lines: Sequence[str]) -> tuple[list[str], list[str]]:
+    """An explanation's lines as paragraphs, and the points of its advice."""
+    points = [line[2:] for line in lines if line.startswith("- ")]
+    paragraphs, current = [], list[str]()
+    for line in [*lines, ""]:
+        if line and not line.startswith("- "):
+            current.append(line)
+        elif current:
+            paragraphs.append(" ".join(current))
+            current = []
+    return paragraphs, points
 
 
 def _mapping(values: Mapping[str, Any] | None) -> str:

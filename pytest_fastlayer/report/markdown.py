@@ -11,14 +11,18 @@ from pytest_fastlayer.report.table import Line, Mood
 
 _MARKS: dict[Mood, str] = {"good": "\N{WHITE HEAVY CHECK MARK}", "bad": "\N{CROSS MARK}"}
 #: What means something in Markdown, HTML or to GitHub (mentions, issue references, links, emoji,
-#: formulas), written as entities: the one form that holds inside a table too.
+#: formulas), written as entities: the one form that holds inside a table too. GitHub looks for
+#: mentions and references once more in the finished text, where an entity is its character again,
+#: so these get a zero-width space as well.
 _SPECIAL = re.compile(
     r"""[&<>|`*\[\]~@\#\\$]           # markup anywhere
     | (?<![A-Za-z0-9])_ | _(?![A-Za-z0-9])  # emphasis; an underscore within a word is none
     | :(?=//|\w+:) | w(?=ww\.)         # links and emoji
+    | (?<=\bG)H(?=-\d)                # GH-1, an issue reference
     """,
     re.VERBOSE,
 )
+_REFERRING = dict.fromkeys("@#H", "&#8203;")
 #: What would start a block inside a list item: another list, a heading's underline.
 _BLOCK = re.compile(r"^[-+=]|(?<=^\d)[.)]")
 
@@ -29,7 +33,7 @@ def escape(value: object, limit: int = 400) -> str:
 
 
 def _entity(match: re.Match[str]) -> str:
-    return f"&#{ord(match[0])};"
+    return f"&#{ord(match[0])};" + _REFERRING.get(match[0], "")
 
 
 def table(run: RunRecord) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import xml.etree.ElementTree as ET
 from typing import get_args
@@ -46,7 +47,8 @@ def test_markdown_table_is_rectangular():
         ("a|b", "a&#124;b"),
         ("<img src=x onerror=alert(1)>", "&#60;img src=x onerror=alert(1)&#62;"),
         ("[x](http://evil)", "&#91;x&#93;(http&#58;//evil)"),
-        ("@all see #1", "&#64;all see &#35;1"),
+        ("@all see #1", "&#64;&#8203;all see &#35;&#8203;1"),
+        ("GH-7 of GH-x", "G&#72;&#8203;-7 of GH-x"),
         ("`code` *b* $m$", "&#96;code&#96; &#42;b&#42; &#36;m&#36;"),
         ("compiled_sdpa", "compiled_sdpa"),
         ("_emphasis_", "&#95;emphasis&#95;"),
@@ -69,10 +71,17 @@ def test_markdown_fuzz(name):
     assert not re.search(r"<(?!/?sub>)", document)
 
 
+def test_github_finds_no_mention_in_the_finished_text():
+    """It looks for them after entities have become characters."""
+    document = markdown.table(run({"@all": case(reason="cc @octo/team, closes #1, GH-2")}))
+    finished = html.unescape(document)
+    assert not re.search(r"@\w|#\d|GH-\d", finished)
+
+
 def test_markdown_notes_stay_items_of_one_list():
     document = markdown.table(run(notes=("- nested", "1. numbered", "# heading", "plain")))
     items = document.splitlines()[-4:]
-    assert items == ["- &#45; nested", "- 1&#46; numbered", "- &#35; heading", "- plain"]
+    assert items == ["- &#45; nested", "- 1&#46; numbered", "- &#35;&#8203; heading", "- plain"]
 
 
 def test_markdown_without_cases():
