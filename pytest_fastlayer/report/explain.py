@@ -250,6 +250,12 @@ def _warnings(timing: Timing) -> Iterator[str]:
 def _comparison(case: CaseRecord) -> Iterator[str]:
     change = case.comparison
     if change is None:
+        alone = case.verdict is Verdict.PASS and not (case.is_diagnostic or decided_by_base(case))
+        if alone and case.timing is not None:
+            yield (
+                "Baseline. This record holds no comparison, as a stored baseline holds none; "
+                "fastlayer-gate compare makes one."
+            )
         return
     yield (
         f"Baseline. Speedup now over speedup stored in {text.plain(change.baseline)}: "
