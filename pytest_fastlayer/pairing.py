@@ -429,9 +429,20 @@ class Workbench:
         after = (*self._after_timing(pair, checked), self.watch.probe("state_after_timing"))
         case = case.model_copy(update={"probes": (*case.probes, *watched, *after)})
         if self.settings.trace is not None:
-            for arm, function in (("reference", reference), ("candidate", candidate)):
+            for arm, function, route, module, forward_s in (
+                ("reference", reference, pair.reference_kind, pair.reference.target, cost[0]),
+                ("candidate", candidate, case.route or "", None, cost[1]),
+            ):
                 self.progress(f"trace of the {arm}")
-                tracing.trace(function, device, self.settings.trace, f"{pair.name}-{arm}")
+                tracing.trace(
+                    function,
+                    device,
+                    self.settings.trace,
+                    f"{pair.name}-{arm}",
+                    route=route,
+                    module=module,
+                    forward_s=forward_s,
+                )
         rivals = tuple(
             self._arm(pair, name, pair.rivals[name], device, RIVAL_EFFORT)
             for name in self._rivals(pair)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
 
 
+def _leave_out_torch_trace(config: pytest.Config) -> None:
+    """Keep torch's structured trace out of failure reports, live logs and log files.
+
+    The logger ``torch.__trace`` is always at DEBUG and does not propagate. Recent pytest (9.2)
+    captures such loggers too, and every torch.compile of a failing test then adds hundreds of
+    records without a message (their content goes to TORCH_TRACE's files, as before). ``caplog``
+    still sees them.
+    """
+    capturing = config.pluginmanager.get_plugin("logging-plugin")
+    for name in ("report_handler", "log_cli_handler", "log_file_handler"):
+        handler = getattr(capturing, name, None)
+        if handler is not None:
+            handler.addFilter(_is_no_torch_trace)
+
+
+def _is_no_torch_trace(record: logging.LogRecord) -> bool:
+    return record.name != "torch.__trace"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
     # Before any conftest, and so before anything imports torch and reads the variable.
@@ -71,6 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     settings = config.stash[SETTINGS]
+    _leave_out_torch_trace(config)
     if is_worker(config):
         return
     if settings.pins:
