@@ -2,9 +2,10 @@
 
 A round is a palindrome, ``ABC CBA``, so that each arm's two blocks lie around the same moment and
 a drift that is linear over the round cancels in the ratio of *every* two arms. The roles rotate
-from round to round (``BCA ACB``, ``CAB BAC``): all six orders of three arms, each arm first, in
-the middle and last as often as the others. For any two arms a round is therefore what the paired
-schedule calls a quad, and the same statistics serve. Two arms alternate as ``AB BA``, ``BA AB``.
+from round to round (``BCA ACB``, ``CAB BAC``), and back (``CBA ABC``, ``BAC CAB``, ``ACB BCA``):
+each arm is first, in the middle and last as often as the others, and follows each of them about as
+often. For any two arms a round is what the paired schedule calls a quad, and the same statistics
+serve.
 """
 
 from __future__ import annotations
@@ -45,9 +46,11 @@ class Rounds:
             self.blocks[name], self.readings[name] = [], []
 
     def order(self) -> tuple[ArmName, ...]:
-        """Of the first half of the next round: the roles rotate."""
+        """Of the first half of the next round: the roles rotate, forwards and then backwards."""
         names = sorted(self.forwards, key=("reference", "base", "head").index)
-        turn = len(self.orders) % len(names)
+        lap, turn = divmod(len(self.orders), len(names))
+        if lap % 2:
+            names.reverse()
         return (*names[turn:], *names[:turn])
 
     def pair(

@@ -1,0 +1,143 @@
+"""The base's say in a case's verdict: when it decides, when it does not, over how many cases."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "baselines"))
+from makers import base, case, timing
+
+from pytest_fastlayer import gate
+from pytest_fastlayer.base import judging
+from pytest_fastlayer.records import Comparison, Verdict
+
+POLICY = gate.Policy()
+
+
+def against(ratio, low, high, floor=0.02, **changes):
+    return timing(ratio, floor, ci=(low, high), pairs=60, **changes)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "ci", "expected"),
+    [
+        (0.95, (0.945, 0.955), Verdict.SLOWER),
+        (0.95, (0.945, 0.985), Verdict.INCONCLUSIVE),
+        (1.00, (0.99, 1.01), Verdict.PASS),
+        (0.99, (0.985, 0.995), Verdict.PASS),
+        (1.10, (1.09, 1.11), Verdict.FASTER),
+        (1.10, (1.01, 1.19), Verdict.PASS),
+        (1.00, (0.95, 1.05), Verdict.INCONCLUSIVE),
+    ],
+)
+def test_verdict_of_an_interval(ratio, ci, expected):
+    assert judging.verdict(against(ratio, *ci), POLICY) is expected
+
+
+def test_a_run_of_many_cases_asks_for_more():
+    weak = against(0.965, 0.951, 0.979)
+    assert judging.verdict(weak, POLICY) is Verdict.SLOWER
+    assert judging.verdict(weak, gate.Policy(family_size=100)) is Verdict.INCONCLUSIVE
+
+
+def test_every_look_is_paid_for():
+    first = against(0.965, 0.951, 0.979)
+    # A look later the same interval is of a higher confidence, so its standard error is smaller;
+    # the p-value is of that error, four times for two looks.
+    later = against(0.965, 0.951, 0.979, extensions=3)
+    assert 0 < judging.p_value(first) < 0.05
+    assert judging.p_value(later) < 1
+    assert judging.p_value(against(1.0, 0.9, 1.1)) == 1
+
+
+def test_gain_and_drop_mirror_each_other():
+    drop, gain = against(0.95, 0.94, 0.96), against(1 / 0.95, 1 / 0.96, 1 / 0.94)
+    assert judging.p_value(drop) == pytest.approx(judging.p_value(gain, gain=True))
+
+
+SLOWER, PASS, FASTER = Verdict.SLOWER, Verdict.PASS, Verdict.FASTER
+UNDECIDED = Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize(
+    ("was", "said", "becomes"),
+    [
+        # Verdicts against something stored give way to a base that decides.
+        (PASS, SLOWER, SLOWER),
+        (SLOWER, PASS, PASS),
+        (Verdict.NO_BASELINE, PASS, PASS),
+        (Verdict.OTHER_MACHINE, FASTER, FASTER),
+        (Verdict.STALE_BASELINE, SLOWER, SLOWER),
+        (FASTER, PASS, PASS),
+        # What a case is on its own does not.
+        (Verdict.BELOW_FLOOR, PASS, Verdict.BELOW_FLOOR),
+        (Verdict.MORE_MEMORY, FASTER, Verdict.MORE_MEMORY),
+        (UNDECIDED, PASS, UNDECIDED),
+        # A base that does not decide leaves what was stored in charge.
+        (SLOWER, UNDECIDED, SLOWER),
+        (PASS, UNDECIDED, PASS),
+        (Verdict.NO_BASELINE, UNDECIDED, Verdict.NO_BASELINE),
+    ],
+)
+def test_settle(was, said, becomes):
+    before = case(was, reason="as stored")
+    after = judging.settle(before, base(said), name="a", policy=POLICY)
+    assert after.verdict is becomes
+    assert after.base is not None
+    if becomes is was and said is UNDECIDED:
+        assert "held against the stored baseline alone" in after.reason
+
+
+@pytest.mark.parametrize("status", ["missing", "crashed", "timeout", "import_error", "failed"])
+def test_a_base_without_a_figure_falls_back_and_says_so(status):
+    lost = base(None, status=status, reason="it has no such test")
+    after = judging.settle(case(SLOWER, reason="slower than stored"), lost, name="a", policy=POLICY)
+    assert after.verdict is SLOWER
+    assert after.reason == (
+        f"slower than stored; the base main~1 = fedcba9876 gave no figure ({status}: it has no "
+        "such test): held against the stored baseline alone"
+    )
+
+
+def test_an_accepted_case_stays_green_against_its_base():
+    policy = gate.Policy(accepted=frozenset({"a"}))
+    after = judging.settle(case(), base(SLOWER), name="a", policy=policy)
+    assert after.verdict is PASS
+    assert "accepted by name" in after.reason
+
+
+def test_a_stored_complaint_that_gives_way_is_told():
+    after = judging.settle(case(SLOWER), base(PASS, 1.0), name="a", policy=POLICY)
+    assert "the stored baseline alone would say SLOWER" in after.reason
+
+
+STORED = Comparison(
+    baseline="x", provenance="measured", ratio=0.9, ci=(0.89, 0.91), threshold=0.02, p_value=1e-9
+)
+
+
+def test_the_run_counts_one_comparison_a_case():
+    decided = case(base=base(PASS, 1.0, p_value=0.9), comparison=STORED)
+    drop = judging.drop(decided)
+    assert drop is not None
+    assert (drop.p_value, drop.is_beyond) == (0.9, False)
+    fallen_back = case(base=base(None, status="missing"), comparison=STORED)
+    assert judging.drop(fallen_back).p_value == 1e-9
+    assert judging.drop(case()) is None
+
+
+def test_holm_over_the_run_reaches_further_bases():
+    """Three drops: the first step passes only the smallest, the later steps the others."""
+    cases = {
+        name: case(base=base(UNDECIDED, 0.95, p_value=p))
+        for name, p in (("a", 0.01), ("b", 0.02), ("c", 0.03))
+    }
+    judged = gate.judge_run(cases, gate.Policy(family_size=3), judging.drop)
+    assert [one.verdict for one in judged.values()] == [SLOWER] * 3
+    assert "of the base's (main~1 = fedcba9876)" in judged["c"].reason
+    assert "Holm over 3 cases" in judged["c"].reason
+    stored_only = gate.judge_run(cases, gate.Policy(family_size=3))
+    assert stored_only == cases
