@@ -1,0 +1,251 @@
+"""What a warm call costs the host, in parts: ``python -m fastlayer.overhead --case 2 3 4``.
+
+Host times are taken in short bursts behind which the device is waited for outside the timed region,
+so that they hold Python's, torch's and the driver's work and no waiting. In microseconds a call:
+
+    decision     module call, checks, process state, key: a call that neither looks the parameters
+                 over nor runs anything
+    freshness    looking the parameters and modules over
+    allocation   the output
+    launch       the route's own call without that allocation; on a CPU it would compute there
+    host         all of it, one call after another
+    to_launch    decision, allocation, launch: after these the device computes, where the route
+                 launches ahead of looking the parameters over; else with freshness
+
+and against the device, where there is one:
+
+    kernel       the device's own time, from events around calls that were all queued behind a pause
+    back_to_back wall time a call of an unbroken row of calls
+    latency      wall time of one call and its synchronisation, on an idle device
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastlayer.cases import CASES
+from fastlayer.config import TransformerConfig
+from fastlayer.device import probe
+from fastlayer.inputs import BASE_SEED, make_inputs
+from fastlayer.model import FastTransformer
+from fastlayer.routes import ROUTE_NAMES
+
+#: Calls in a burst: few enough that a device's queue takes them all at once.
+_BURST = 20
+
+#: Calls in a row for throughput and for the device's own time, and the pause that these are queued
+#: behind, in clock cycles of the device: some 10 ms.
+_ROW = 100
+_PAUSE_CYCLES = 20_000_000
+
+_SETTLE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Microseconds:
+    """The quickest and the median sample; the quickest is what the work takes undisturbed."""
+
+    least: float
+    median: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Microseconds:
+        return cls(round(min(seconds) * 1e6, 3), round(statistics.median(seconds) * 1e6, 3))
+
+    def minus(self, other: Microseconds) -> Microseconds:
+        return Microseconds(
+            round(self.least - other.least, 3), round(self.median - other.median, 3)
+        )
+
+    def plus(self, other: Microseconds) -> Microseconds:
+        return Microseconds(
+            round(self.least + other.least, 3), round(self.median + other.median, 3)
+        )
+
+
+def measure(config: TransformerConfig, device: str, route: str | None, samples: int) -> Any:
+    """The route that ran and the times of the module's table, by name, for one shape."""
+    torch.manual_seed(BASE_SEED)
+    options: dict[str, Any] = {"policy": "eligible"} if route is None else {"route": route}
+    model = FastTransformer(config, **options).eval().requires_grad_(False).to(device)
+    x, _ = make_inputs(config, BASE_SEED, device)
+    on_device = x.is_cuda
+    synchronize = torch.cuda.synchronize if on_device else _nothing
+    for _ in range(3):
+        model(x)
+    synchronize()
+    state = model._runtime.state
+    _, plan = model._runtime.last
+    assert plan is not None, "free memory takes part in this decision; choose a smaller case"
+
+    def burst(call: Callable[[], object]) -> Microseconds:
+        return _burst(call, synchronize, samples)
+
+    freshness = burst(lambda: state.refresh(False))
+    allocation = burst(lambda: torch.empty_like(x))
+    with _idle(model):
+        decision = burst(lambda: model(x))
+    times = {"decision": decision, "freshness": freshness, "allocation": allocation}
+    if on_device:
+        run = plan.run
+        launch = burst(lambda: run(x, None)).minus(allocation)
+        ready = decision.plus(allocation).plus(launch)
+        times["launch"] = launch
+        times["host"] = burst(lambda: model(x))
+        times["to_launch"] = ready if plan.ahead else ready.plus(freshness)
+        times["kernel"] = _queued(lambda: run(x, None), samples)
+        times["back_to_back"] = _row(lambda: model(x), samples)
+        times["latency"] = _alone(lambda: model(x), samples)
+    return {
+        "route": plan.decision.route,
+        "launch": dict(plan.decision.launch),
+        "ahead": plan.ahead,
+        "microseconds": {name: asdict(value) for name, value in times.items()},
+    }
+
+
+def _nothing() -> None:
+    """Stands for waiting where nothing runs behind the host's back."""
+
+
+@contextmanager
+def _idle(model: FastTransformer) -> Iterator[None]:
+    """Within, a warm call of ``model`` looks nothing over and runs nothing."""
+    state, (_, plan) = model._runtime.state, model._runtime.last
+    assert plan is not None
+    version, run = state.version, plan.run
+    plan.run = lambda x, mask: x
+    state.refresh = lambda capturing=False: version  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        plan.run = run
+        del state.refresh
+
+
+def _burst(
+    call: Callable[[], object], synchronize: Callable[[], None], samples: int
+) -> Microseconds:
+    taken = []
+    for _ in range(samples):
+        start = time.perf_counter()
+        for _ in range(_BURST):
+            call()
+        taken.append((time.perf_counter() - start) / _BURST)
+        synchronize()
+    return Microseconds.of(taken)
+
+
+def _queued(call: Callable[[], object], samples: int) -> Microseconds:
+    """The device's time a call: the host is through before the first of them begins."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    taken = []
+    for _ in range(max(3, samples // 10)):
+        torch.cuda._sleep(_PAUSE_CYCLES)
+        start.record()
+        for _ in range(_ROW):
+            call()
+        end.record()
+        if start.query():
+            raise RuntimeError(
+                f"the device began before {_ROW} calls were queued: given a pause of "
+                f"{_PAUSE_CYCLES:,} cycles; expected it to outlast them. Is the host very busy?"
+            )
+        end.synchronize()
+        taken.append(start.elapsed_time(end) * 1e-3 / _ROW)
+    return Microseconds.of(taken)
+
+
+def _row(call: Callable[[], object], samples: int) -> Microseconds:
+    taken = []
+    for _ in range(max(3, samples // 10)):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(_ROW):
+            call()
+        torch.cuda.synchronize()
+        taken.append((time.perf_counter() - start) / _ROW)
+    return Microseconds.of(taken)
+
+
+def _alone(call: Callable[[], object], samples: int) -> Microseconds:
+    taken = []
+    for _ in range(samples):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return Microseconds.of(taken)
+
+
+def _settle(device: str) -> None:
+    """Brings clocks up; they fall while a device waits for kernels to be compiled."""
+    block = torch.ones(1024, 1024, device=device)
+    until = time.perf_counter() + _SETTLE_S
+    while time.perf_counter() < until:
+        block @ block
+        if block.is_cuda:
+            torch.cuda.synchronize()
+
+
+def _line(case: int, measured: dict[str, Any]) -> str:
+    times = measured["microseconds"]
+    parts = "  ".join(f"{name} {value['least']:.1f}" for name, value in times.items())
+    return f"case {case:2d}  {measured['route']:<12}  {parts}"
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m fastlayer.overhead")
+    parser.add_argument("--case", type=int, nargs="+", choices=list(CASES), default=[2, 3, 4])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--route", choices=ROUTE_NAMES, help="the first without objection where left out"
+    )
+    parser.add_argument("--samples", type=int, default=200, help="bursts for each figure")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    gc.collect()
+    gc.disable()
+    cases = {}
+    try:
+        with torch.no_grad():
+            for case in options.case:
+                _settle(options.device)
+                cases[case] = measure(CASES[case], options.device, options.route, options.samples)
+                print(_line(case, cases[case]), flush=True)
+    finally:
+        gc.enable()
+        torch.set_float32_matmul_precision(before)
+    if options.json:
+        report = {
+            "device": asdict(probe(options.device)),
+            "host": probe("cpu").name,
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "cases": cases,
+        }
+        options.json.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

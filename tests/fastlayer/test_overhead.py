@@ -1,0 +1,47 @@
+"""``python -m fastlayer.overhead``: what it reports on a CPU, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from layer_support import make_pair, small
+
+from fastlayer import make_inputs, overhead
+
+
+def test_the_parts_that_a_cpu_has(tmp_path, capsys):
+    path = tmp_path / "overhead.json"
+    before = torch.get_float32_matmul_precision()
+    arguments = ["--case", "12", "--device", "cpu", "--samples", "3", "--json", str(path)]
+    assert overhead.main(arguments) == 0
+    assert torch.get_float32_matmul_precision() == before
+    report = json.loads(path.read_text())
+    assert report["device"]["type"] == "cpu"
+    assert report["versions"]["torch"] == torch.__version__
+    measured = report["cases"]["12"]
+    assert measured["route"] == "sdpa"
+    assert not measured["ahead"]
+    assert list(measured["microseconds"]) == ["allocation", "decision", "freshness"]
+    for taken in measured["microseconds"].values():
+        assert 0 < taken["least"] <= taken["median"]
+    assert "case 12  sdpa" in capsys.readouterr().out
+
+
+def test_a_model_without_its_work_is_put_back_together():
+    config = small()
+    _, model = make_pair(config)
+    x, _ = make_inputs(config, 1)
+    with torch.no_grad():
+        expected = model(x)
+        with overhead._idle(model):
+            assert model(x) is x
+        model.final_norm.bias.add_(1.0)
+        assert torch.allclose(model(x), expected + 1.0)
+
+
+def test_an_unknown_case_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        overhead.main(["--case", "99"])
+    assert "invalid choice: 99" in capsys.readouterr().err
