@@ -200,13 +200,17 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def judge_against(new: RunRecord, old: RunRecord, policy: Policy, path: str) -> RunRecord:
-    """``new`` with every case judged against ``old``, Holm-corrected over the run."""
+    """``new`` with every case judged against ``old``, Holm-corrected over the run.
+
+    A base that the run measured decides as it does in the run itself.
+    """
     from pytest_fastlayer import gate
+    from pytest_fastlayer.base import judging
 
     def judged(name: str, case: CaseRecord) -> CaseRecord:
         if case.timing is None and case.verdict is not Verdict.ACCURATE:
             return case  # settled when it was measured; there is no figure to judge anew
-        return gate.judge(
+        alone = gate.judge(
             case,
             old,
             name=name,
@@ -215,9 +219,12 @@ def judge_against(new: RunRecord, old: RunRecord, policy: Policy, path: str) -> 
             baseline_path=path,
             software=new.software,
         )
+        if case.base is None:
+            return alone
+        return judging.settle(alone, case.base, name=name, policy=policy)
 
     cases = {name: judged(name, case) for name, case in new.cases.items()}
-    return new.model_copy(update={"cases": gate.judge_run(cases, policy)})
+    return new.model_copy(update={"cases": gate.judge_run(cases, policy, judging.drop)})
 
 
 def _lost(new: RunRecord, old: RunRecord) -> list[str]:

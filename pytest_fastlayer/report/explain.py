@@ -182,7 +182,8 @@ def _accuracy(accuracy: Accuracy) -> Iterator[str]:
         f"over {accuracy.trials} trials; {accuracy.nonfinite} not finite."
     )
     if accuracy.budget_used is not None:
-        share = text.decimal(100 * accuracy.budget_used, 0)
+        used = 100 * accuracy.budget_used
+        share = "under 1" if 0 < used < 1 else text.decimal(used, 0)
         largest = "" if accuracy.max_abs is None else f"; largest error {accuracy.max_abs:.3g}"
         yield f"The worst finite element used {share}% of its tolerance{largest}."
     if accuracy.rms_vs_float64 is not None:

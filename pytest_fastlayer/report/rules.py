@@ -106,7 +106,7 @@ BASE_ADVICE: dict[Verdict, tuple[str, ...]] = {
     Verdict.SLOWER: (
         "both revisions ran on one machine within the same minutes, so look into the code that "
         "changed between them, and at the routes and launches they took",
-        "if the slowdown is intended, merge it knowingly: the next base will contain it",
+        "if the slowdown is intended, accept it by name (--fastlayer-accept CASE)",
     ),
 }
 #: What became of a base that gives no figure, and what to do about it.

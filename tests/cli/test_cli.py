@@ -9,7 +9,7 @@ import sys
 import xml.etree.ElementTree as ET
 
 import pytest
-from makers import DEVICE, SOFTWARE, case, incorrect, run, timing, unsupported
+from makers import DEVICE, SOFTWARE, base, case, incorrect, run, timing, unsupported
 
 from pytest_fastlayer import cli
 from pytest_fastlayer import gate as gate_module
@@ -133,6 +133,22 @@ def test_accept_by_name(write, gate):
     assert gate("compare", old, new, "--accept", "a")[0] == 0
     code, _, err = gate("compare", old, new, "--accept", "typo")
     assert (code, "'typo': not in" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("said_by_base", "speedup", "expected"),
+    [
+        (base(Verdict.PASS, 1.0), 3, 0),  # the stored figure alone would say SLOWER
+        (base(Verdict.SLOWER), 4, 10),
+        (base(Verdict.INCONCLUSIVE, 1.0), 3, 10),  # decides nothing: the stored figure does
+        (base(None, status="crashed", reason="signal 11"), 3, 10),
+    ],
+    ids=["pass", "slower", "inconclusive", "crashed"],
+)
+def test_a_measured_base_decides_as_in_the_run(said_by_base, speedup, expected, write, gate):
+    new = run({"a": case(speedup=speedup, base=said_by_base)})
+    code, out, _ = gate("compare", write("old.json", run()), write("new.json", new))
+    assert code == expected, out
 
 
 def test_junit_file(write, gate, tmp_path):
