@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -9,20 +10,29 @@ from makers import DEVICE, run
 
 from pytest_fastlayer.report import junit
 
-PAIRS = """
-import pytest, torch
+TESTS = """
+import pytest
 
-@pytest.mark.parametrize("scale", [1, 2])
-def test_pair(paired, scale):
-    paired(
-        f"times {scale}",
-        reference=lambda x: x * scale,
-        candidate=lambda x: scale * x,
-        inputs=lambda seed: torch.randn(8, generator=torch.Generator().manual_seed(seed)),
-    )
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_pair(name):
+    pass
 
 def test_other(record_testsuite_property):
     record_testsuite_property("theirs", "kept")
+"""
+#: Reports as ``paired`` leaves them, in worker and controller alike, without the minutes.
+RECORDED = """
+import json, pathlib
+import pytest
+
+PAYLOAD = json.loads((pathlib.Path(__file__).parent / "payload.json").read_text())
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "call" and "name" in item.fixturenames:
+        report.fastlayer = [PAYLOAD | {"name": item.callspec.params["name"]}]
+    return report
 """
 #: Children of each element in the xunit2 schema, in their order.
 SCHEMA = {
@@ -47,17 +57,22 @@ def conforms(element: ET.Element) -> None:
 def test_suite_properties(pytester, workers):
     if workers:
         pytest.importorskip("xdist")
-    pytester.makepyfile(PAIRS)
-    done = pytester.runpytest_subprocess(
-        "--junitxml=junit.xml", "--fastlayer-device=cpu", "--fastlayer-seeds=1", *workers
-    )
+    pytester.makepyfile(TESTS)
+    pytester.makeconftest(RECORDED)
+    record = run()
+    header = record.model_dump(mode="json", include={"device", "software"})
+    payload = {"case": record.cases["a"].model_dump(mode="json"), "header": header}
+    (pytester.path / "payload.json").write_text(json.dumps(payload))
+    done = pytester.runpytest_subprocess("--junitxml=junit.xml", *workers)
     done.assert_outcomes(passed=3)
     root = ET.parse(pytester.path / "junit.xml").getroot()
     conforms(root)
     suite = root.find("testsuite")
     assert suite.attrib["tests"] == "3"
     found = {p.attrib["name"]: p.attrib["value"] for p in suite.findall("properties/property")}
-    assert {"fastlayer.device", "fastlayer.torch", "fastlayer.python"} <= set(found)
+    assert found["fastlayer.device"] == "NVIDIA H200"
+    assert found["fastlayer.torch"] == "2.13.0"
+    assert {"fastlayer.triton", "fastlayer.python", "fastlayer.created"} <= set(found)
     assert "fastlayer.2.device" not in found
     if not workers:  # pytest's own property is what xdist loses; ours must not be
         assert found["theirs"] == "kept"
