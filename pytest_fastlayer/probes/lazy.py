@@ -46,7 +46,9 @@ def _ask_torch() -> None:
 
 def _decide() -> None:
     before = torch._C._get_sdp_priority_order()
-    with suppress(RuntimeError):  # no memory, or no backend: torch has then decided, or will not
+    # No memory, no backend, or a release that asks otherwise: torch has then decided, or will later.
+    # Within CUDA's initialisation an exception would be everybody's.
+    with suppress(RuntimeError, TypeError, AttributeError):
         _ask_torch()
     _decision.orders = (before, torch._C._get_sdp_priority_order())
 

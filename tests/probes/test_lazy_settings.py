@@ -104,11 +104,12 @@ def test_torch_is_asked_once(hopper: Hopper) -> None:
     assert len(hopper.queue) == 1
 
 
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError, TypeError, AttributeError])
 def test_a_backend_that_cannot_be_chosen_is_no_error(
-    hopper: Hopper, monkeypatch: pytest.MonkeyPatch
+    hopper: Hopper, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def refuse() -> None:
-        raise RuntimeError("No available kernel. Aborting execution.")
+        raise error("No available kernel. Aborting execution.")
 
     monkeypatch.setattr(lazy, "_ask_torch", refuse)
     hopper.up = True
