@@ -3,7 +3,8 @@
 Taken outside every timed region, for profiling slows what it watches. Ranges named by arm and
 route enclose each forward, in the trace and, on a GPU, as NVTX ranges for other profilers. Within
 a reference that is a module, ranges named by its submodules are its stages; a candidate may bypass
-its submodules, so it is left as it is, with whatever ranges it opens itself.
+its submodules, so its stages are its operators, each of which has an NVTX range in one forward,
+and whatever ranges it opens itself.
 """
 
 from __future__ import annotations
@@ -155,6 +156,11 @@ def trace(
             staged, again = _profile(function, device, label, count)
         if _kernels(again) == _kernels(forwards):  # else the hooks made it compute otherwise
             profiler = staged
+    if device.type == "cuda" and not is_long:
+        # For whoever runs this under another profiler; torch's own must not be running meanwhile.
+        with torch.autograd.profiler.emit_nvtx(), span(f"{label} by operators", device):
+            function()
+        synchronize(device)
     stem = re.sub(r"[^\w.-]+", "-", name).strip("-")[:120] or "trace"
     path = folder / f"{stem}.json"
     profiler.export_chrome_trace(str(path))

@@ -46,7 +46,7 @@ def _ask_torch() -> None:
 
 def _decide() -> None:
     before = torch._C._get_sdp_priority_order()
-    # No memory, no backend, or a release that asks otherwise: torch has then decided, or will later.
+    # No memory, no backend, a release that asks otherwise: torch has then decided, or will later.
     # Within CUDA's initialisation an exception would be everybody's.
     with suppress(RuntimeError, TypeError, AttributeError):
         _ask_torch()
