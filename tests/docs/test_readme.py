@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import subprocess
@@ -12,6 +13,7 @@ import matplotlib
 import pytest
 
 from pytest_fastlayer import baselines
+from pytest_fastlayer.records import RunRecord
 from pytest_fastlayer.report import figures
 
 ROOT = Path(__file__).parents[2]
@@ -61,36 +63,45 @@ def regeneration() -> list[str]:
     return shlex.split(line)[1:]
 
 
-RECORDS = {ROOT / part: baselines.load(ROOT / part) for part in regeneration() if ".json" in part}
-PICTURES = {
-    name: svg
-    for path, run in RECORDS.items()
-    for name, svg in figures.pictures(path.stem, run).items()
-}
+@functools.cache
+def records() -> dict[Path, RunRecord]:
+    named = [ROOT / part for part in regeneration() if part.endswith(".json")]
+    return {path: baselines.load(path) for path in named}
+
+
+@functools.cache
+def pictures() -> dict[str, str]:
+    return {
+        name: svg
+        for path, run in records().items()
+        for name, svg in figures.pictures(path.stem, run).items()
+    }
 
 
 def test_tables_are_what_the_records_say():
     """The README's command renews them."""
-    assert len(re.findall(r"<!-- table:begin", README)) == len(RECORDS) > 0
-    assert figures.with_tables(README, {path.name: run for path, run in RECORDS.items()}) == README
+    assert len(re.findall(r"<!-- table:begin", README)) == len(records()) > 0
+    assert (
+        figures.with_tables(README, {path.name: run for path, run in records().items()}) == README
+    )
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "docs").glob("*.svg")))
 def test_pictures_are_what_the_records_say(name):
     """Byte for byte; by its texts where another matplotlib would lay the same figures out."""
     stored = (ROOT / "docs" / name).read_text(encoding="utf-8")
     if f"matplotlib {matplotlib.__version__} " in stored.partition("\n")[0]:
-        assert stored == PICTURES[name]
+        assert stored == pictures()[name]
     else:
         first, second = (
-            re.findall(r"<text[^>]*>([^<]+)<", svg) for svg in (stored, PICTURES[name])
+            re.findall(r"<text[^>]*>([^<]+)<", svg) for svg in (stored, pictures()[name])
         )
         assert [t for t in first if t[0].isalpha()] == [t for t in second if t[0].isalpha()]
 
 
 def test_pictures_shown_are_the_pictures_there_are():
     shown = set(re.findall(r'src="docs/([^"]+)"', README))
-    assert shown == set(PICTURES) == {path.name for path in (ROOT / "docs").glob("*.svg")}
+    assert shown == set(pictures()) == {path.name for path in (ROOT / "docs").glob("*.svg")}
 
 
 def test_the_command_writes_all_of_it():
