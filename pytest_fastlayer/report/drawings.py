@@ -37,7 +37,7 @@ def draw(run: RunRecord, limit: int) -> list[Plot]:
     bad = frozenset(name for name, case in cases.items() if tables.mood(case.verdict) == "bad")
     return [
         *_speedup(cases),
-        *_latency(run, timed),
+        *_latency(run, cases),
         *_roofline(run, cases),
         *_against_base(cases),
         *_against_baseline(cases, bad),
@@ -93,14 +93,19 @@ def _speedup(cases: Mapping[str, CaseRecord]) -> Iterator[Plot]:
         )
 
 
-def _latency(run: RunRecord, timed: Mapping[str, Timing]) -> Iterator[Plot]:
+def _latency(run: RunRecord, cases: Mapping[str, CaseRecord]) -> Iterator[Plot]:
     unit, scale = tables.time_unit(run)
-    if timed:
-        rows = [
-            plots.Two(n, t.reference_s / scale, t.candidate_s / scale) for n, t in timed.items()
-        ]
+    peaks = roofline.peaks_of(run.device)
+    rows = []
+    for name, case in cases.items():
+        if case.timing is not None:
+            floor = peaks.floor_s(case.work) / scale if peaks and case.work else None
+            arms = case.timing.reference_s / scale, case.timing.candidate_s / scale
+            rows.append(plots.Two(name, *arms, floor))
+    if rows:
         svg = plots.pairs(rows, f"time per forward ({unit}, logarithmic)")
-        yield _plot("Latency", "", svg, *ARMS)
+        least: tuple[Key, ...] = (("--muted", "roofline: the least that this work can take"),)
+        yield _plot("Latency", "", svg, *ARMS, *(least if any(r.limit for r in rows) else ()))
 
 
 def _roofline(run: RunRecord, cases: Mapping[str, CaseRecord]) -> Iterator[Plot]:

@@ -78,11 +78,12 @@ class Interval:
 
 @dataclass(frozen=True)
 class Two:
-    """One row of a plot: a figure of each arm, either of which may be unknown."""
+    """One row of a plot: a figure of each arm and a limit, any of which may be unknown."""
 
     name: str
     reference: float | None
     candidate: float | None
+    limit: float | None = None
 
 
 def intervals(rows: Sequence[Interval], axis: str, *, log: bool = True, title: str = "") -> str:
@@ -107,7 +108,7 @@ def intervals(rows: Sequence[Interval], axis: str, *, log: bool = True, title: s
 
 
 def pairs(rows: Sequence[Two], axis: str) -> str:
-    """Reference and candidate of each row on a logarithmic axis, joined by a line."""
+    """Both arms of each row on a logarithmic axis, joined by a line; a limit is a tick."""
     with _drawing(rows):
         figure, axes = _rows([row.name for row in rows])
         for y, row in enumerate(rows):
@@ -116,7 +117,10 @@ def pairs(rows: Sequence[Two], axis: str) -> str:
             axes.plot([v for v, _ in known], [y] * len(known), color=BAND, linewidth=3, zorder=1)
             for value, color in known:
                 axes.plot([value], [y], "o", color=color, markersize=5.5, zorder=3)
-        _log_axis(axes, [v for row in rows for v in (row.reference, row.candidate) if v])
+            if row.limit:
+                x = _bounded(row.limit)
+                axes.plot([x], [y], "|", color=MUTED, markersize=11, markeredgewidth=1.6, zorder=2)
+        _log_axis(axes, [v for r in rows for v in (r.reference, r.candidate, r.limit) if v])
         axes.set_xlabel(axis)
         return _svg(figure, axis)
 

@@ -66,6 +66,7 @@ def test_plot_and_column():
     assert "2.00x" in shown
     assert "Peaks: NVIDIA H200 Tensor Core GPU data sheet, SXM; 1 case without work" in shown
     assert "FLOP / byte" in shown
+    assert "roofline: the least that this work can take" in shown
 
 
 def test_device_without_peaks_says_so():
