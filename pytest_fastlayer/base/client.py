@@ -79,6 +79,7 @@ class Request:
                 f"--rootdir={tree.root}",
                 *("-p", "no:fastlayer", "-p", "pytest_fastlayer.plugin"),
                 *("-p", "no:cacheprovider", "-s", "-q", "--tb=short", "--color=no"),
+                "--assert=plain",  # nobody rewrites what is only imported to be called
                 "--fastlayer-bench",
                 f"--fastlayer-device={device.partition(':')[0]}",
                 *self.arguments,
@@ -123,11 +124,14 @@ def _environment() -> dict[str, str]:
 class Child:
     """The process of one arm. A context manager: at its end the process is gone."""
 
-    def __init__(self, request: Request, tree: Tree, case: str, device: str, log: Path) -> None:
-        self._timeout_s = request.timeout_s
+    def __init__(
+        self, request: Request, tree: Tree, *, case: str, device: str, log: Path, whose: str = ""
+    ) -> None:
+        """Start it. ``whose`` names an arm of this tree, whose errors are not the base's."""
+        self.timeout_s = request.timeout_s
+        self._whose = whose
         self._log = log
         self._events: list[dict[str, Any]] = []
-        self._is_lost = False
         mine, theirs = socket.socketpair()
         job = request.job(tree, case, device) | {"end": theirs.fileno()}
         script = Path(__file__).with_name("child.py")
@@ -153,20 +157,27 @@ class Child:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(patience_s=FAREWELL_S if error is None else 0.0)
 
-    def close(self) -> None:
-        """End the process: politely, then by force, together with what it started."""
+    def close(self, patience_s: float = FAREWELL_S) -> None:
+        """End the process, by force if it takes longer, together with what it started."""
         with suppress(Closed):
             self._channel.send({"do": "stop"})
         self._channel.close()
         try:
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(0.0 if self._is_lost else FAREWELL_S)
+                self._process.wait(patience_s)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+
+    def error(self, status: BaseStatus, reason: str, tail: Sequence[str] = ()) -> ArmError:
+        """What went wrong here, as the base's record is to say it."""
+        if not self._whose:
+            return ArmError(status, reason, tail)
+        own: BaseStatus = status if status in ("crashed", "timeout") else "failed"
+        return ArmError(own, f"the process of {self._whose}: {reason}", tail)
 
     def ready(self) -> dict[str, Any]:
         """What the pair says of itself once the test has made it. Raises ArmError."""
@@ -180,18 +191,17 @@ class Child:
             raise self._ended() from None
         answer = self._await("answer", f"answer ({do})")
         if "error" in answer:
-            raise ArmError("failed", text.plain(answer["error"], 300), self.tail())
+            raise self.error("failed", text.plain(answer["error"], 300), self.tail())
         return answer
 
     def _await(self, wanted: Literal["pair", "answer"], doing: str) -> dict[str, Any]:
         while True:
             try:
-                message = self._channel.receive(self._timeout_s)
+                message = self._channel.receive(self.timeout_s)
             except TimeoutError:
-                self._is_lost = True
-                raise ArmError(
+                raise self.error(
                     "timeout",
-                    f"it did not {doing} within {self._timeout_s:g} s (--fastlayer-base-timeout)",
+                    f"it did not {doing} within {self.timeout_s:g} s (--fastlayer-base-timeout)",
                     self.tail(),
                 ) from None
             except (Closed, ValueError):
@@ -207,32 +217,36 @@ class Child:
         try:
             code = self._process.wait(FAREWELL_S)
         except subprocess.TimeoutExpired:
-            return ArmError("crashed", "its process closed the pipe", self.tail())
+            return self.error("crashed", "its process closed the pipe", self.tail())
         how = f"with exit code {code}"
         if code < 0:
-            how = f"by {signal.Signals(-code).name}"
-        return ArmError("crashed", f"its process ended {how}", self.tail())
+            names = {one.value: one.name for one in signal.Signals}
+            how = f"by {names.get(-code, f'signal {-code}')}"
+        return self.error("crashed", f"its process ended {how}", self.tail())
 
     def _unserved(self, end: dict[str, Any]) -> ArmError:
         """The test is over without the pair: why?"""
         said = {event["event"]: event.get("text", "") for event in self._events}
         if "unsupported" in said:
-            return ArmError("unsupported", text.plain(said["unsupported"], 300))
+            return self.error("unsupported", text.plain(said["unsupported"], 300))
         if "uncollected" in said:
             reason = f"its test module does not import: {last_line(said['uncollected'])}"
-            return ArmError("import_error", reason, _lines(said["uncollected"]))
+            return self.error("import_error", reason, _lines(said["uncollected"]))
         if "failed" in said:
             reason = f"its test failed before the pair was made: {last_line(said['failed'])}"
-            return ArmError("failed", reason, _lines(said["failed"]))
+            return self.error("failed", reason, _lines(said["failed"]))
         if "skipped" in said:
-            return ArmError("missing", f"its test was skipped: {text.plain(said['skipped'], 200)}")
+            return self.error(
+                "missing", f"its test was skipped: {text.plain(said['skipped'], 200)}"
+            )
         tail = self.tail()
         if end["code"] == pytest.ExitCode.USAGE_ERROR and not any("not found" in t for t in tail):
-            return ArmError("failed", f"pytest could not start in its tree: {tail[-1]}", tail)
+            last = tail[-1] if tail else "no output"
+            return self.error("failed", f"pytest could not start in its tree: {last}", tail)
         if end["code"] in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
-            return ArmError("missing", "it has no such test", tail)
+            return self.error("missing", "it has no such test", tail)
         made = f"; it makes {text.listing(end['others'])}" if end["others"] else ""
-        return ArmError("missing", f"its test makes no pair of this name{made}", tail)
+        return self.error("missing", f"its test makes no pair of this name{made}", tail)
 
     def tail(self) -> tuple[str, ...]:
         """The last lines that the process wrote."""

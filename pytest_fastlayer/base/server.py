@@ -6,6 +6,8 @@ the one that the run asked for is then served until the run has had enough.
 
 from __future__ import annotations
 
+import os
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +30,11 @@ class Server:
         self._channel = channel
         self._job = job
         self._others: list[str] = []
+        self._is_done = False
 
     def _tell(self, event: str, **facts: Any) -> None:
-        self._channel.send({"event": event} | facts)
+        with suppress(Closed):  # nobody is left to be told
+            self._channel.send({"event": event} | facts)
 
     def pytest_configure(self, config: pytest.Config) -> None:
         config.stash[SERVER] = self
@@ -40,7 +44,14 @@ class Server:
             self._tell("uncollected", text=str(report.longrepr)[-TEXT_LIMIT:])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.skipped:
+        if self._is_done:
+            if report.when == "teardown":
+                # The test has been torn down. What other plugins make of a session's end, and
+                # what libraries do at an interpreter's, only keeps the run waiting.
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0)
+        elif report.skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
             self._tell("skipped", text=str(reason)[:TEXT_LIMIT])
         elif report.failed:
@@ -48,8 +59,7 @@ class Server:
 
     def finished(self, code: int) -> None:
         """The test is over, and the pair was never asked for, or was served to its end."""
-        with suppress(Closed):
-            self._tell("end", code=code, others=self._others)
+        self._tell("end", code=code, others=self._others)
 
     def unsupported(self, name: str, reason: str) -> None:
         """The test refused a case on this machine."""
@@ -60,13 +70,14 @@ class Server:
         """Serve ``pair`` if it is the one; another of the same test is passed over.
 
         Raises:
-            pytest.exit.Exception: once the run has had enough.
+            pytest.skip.Exception: once the run has had enough, so that the test is torn down.
         """
         if pair.name != self._job["case"]:
             self._others.append(pair.name)
             return CaseRecord(verdict=Verdict.ACCURATE, reason="not the case that is served")
         from pytest_fastlayer.base.arms import Arms
 
-        with suppress(Closed):  # the run is gone: nobody is left to be told
+        with suppress(Closed):
             Arms(pair, self._job).obey(self._channel)
-        pytest.exit("the pair was served", returncode=0)
+        self._is_done = True
+        pytest.skip("the pair was served")

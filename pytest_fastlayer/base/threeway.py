@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -112,17 +112,6 @@ def _record(request: Request, **facts: Any) -> BaseArm:
     return BaseArm(rev=base.rev, commit=base.commit, **facts)
 
 
-@contextmanager
-def _of_this_tree(arm: str) -> Iterator[None]:
-    """An error in a process of this tree is not the base's, and is said so."""
-    try:
-        yield
-    except ArmError as error:
-        status = error.status if error.status in ("crashed", "timeout") else "failed"
-        reason = f"the process of this tree's own {arm}: {error.reason}"
-        raise ArmError(status, reason, error.tail) from None
-
-
 class _ThreeWay:
     def __init__(self, request: Request, question: Question, folder: Path) -> None:
         self._request = request
@@ -141,9 +130,6 @@ class _ThreeWay:
             base = stack.enter_context(self._start("base"))
             facts = base.ready()
             self._refuse_others(facts)
-            others = {}
-            for name in ("head", "reference"):
-                others[name] = stack.enter_context(self._start(name))
             ask.progress("base: accuracy")
             measured = self._accuracy(base)
             described = base.ask("describe")
@@ -158,11 +144,13 @@ class _ThreeWay:
                     accuracy=measured,
                     **told,
                 )
-            for name, child in others.items():
-                with _of_this_tree(name):
-                    child.ready()
-            with _of_this_tree("head"):
-                self._check_head(others["head"])
+            ask.progress("base: starting this tree's own arms")
+            others = {
+                name: stack.enter_context(self._start(name)) for name in ("head", "reference")
+            }
+            for child in others.values():
+                child.ready()
+            self._check_head(others["head"])
             if ask.device.type == "cuda":
                 torch.cuda.empty_cache()  # what this process keeps for later is the children's now
             children = {"reference": others["reference"], "base": base, "head": others["head"]}
@@ -188,9 +176,10 @@ class _ThreeWay:
         return Child(
             self._request,
             tree,
-            self._ask.pair.name,
-            str(self._ask.device),
-            self._folder / f"{name}.log",
+            case=self._ask.pair.name,
+            device=str(self._ask.device),
+            log=self._folder / f"{name}.log",
+            whose="" if name == "base" else f"this tree's own {name}",
         )
 
     def _refuse_others(self, facts: Mapping[str, Any]) -> None:
@@ -238,7 +227,7 @@ class _ThreeWay:
             flat(ask.pair.reference), remote, remote.feed, [FIRST_SEED], ask.tolerance
         )
         if not trial.passed:
-            raise ArmError(
+            raise head.error(
                 "failed", "it is out of tolerance there, though it was not in the run's own process"
             )
 

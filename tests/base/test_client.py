@@ -1,0 +1,256 @@
+"""Processes of arms: what each end says when the other fails, and where its modules come from."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from repository import build, git
+
+from pytest_fastlayer.base import client, origin
+from pytest_fastlayer.base.client import ArmError, Child, Request
+from pytest_fastlayer.base.protocol import Channel, Closed
+from pytest_fastlayer.base.trees import Base, BaseRevisionError, Checkout, Tree
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("client") / "repo")
+
+
+@pytest.fixture(scope="module")
+def checkout(repository):
+    found = Checkout("HEAD~1", repository, repository)
+    yield found
+    found.close()
+
+
+# -- processes --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def serve(checkout, tmp_path):
+    children = []
+
+    def start(case, nodeid=None, **options):
+        nodeid = nodeid or f"test_pairs.py::test_pair[{case}]"
+        request = Request(checkout.base, nodeid, ("--fastlayer-seeds=2",), None, 60.0)
+        tree = checkout.base.tree
+        child = Child(request, tree, case=case, device="cpu", log=tmp_path / "log", **options)
+        children.append(child)
+        return child
+
+    yield start
+    for child in children:
+        child.close(0)
+
+
+def test_a_crash_while_timed_is_told_with_its_last_lines(serve):
+    child = serve("crash")
+    facts = child.ready()
+    assert facts["clock"] == "cpu_clock"
+    assert facts["foreign"] == []
+    child.ask("renew", seed=1)
+    child.ask("block", arm="reference", forwards=3, cold=False)
+    with pytest.raises(ArmError, match="ended with exit code 7") as caught:
+        child.ask("block", arm="candidate", forwards=3, cold=False)
+    assert caught.value.status == "crashed"
+    assert "an illegal memory access" in caught.value.tail[-1]
+
+
+def test_a_hang_while_timed_is_ended(serve):
+    child = serve("hang", whose="this tree's own head")
+    child.ready()
+    child.timeout_s = 0.2
+    with pytest.raises(ArmError, match=r"own head: it did not answer \(block\) within") as caught:
+        child.ask("block", arm="candidate", forwards=3, cold=False)
+    assert caught.value.status == "timeout"
+    child.close(0)
+    assert child._process.returncode == -signal.SIGKILL
+
+
+class Told(Child):
+    """A child of which only the events are known."""
+
+    def __init__(self, *events, whose=""):
+        self._events, self._whose = list(events), whose
+
+    def tail(self):
+        return ("ERROR: not found: test_pairs.py::test_a",)
+
+
+@pytest.mark.parametrize(
+    ("events", "end", "status", "reason"),
+    [
+        ([], {"code": 4}, "missing", "it has no such test"),
+        ([], {"code": 5}, "missing", "it has no such test"),
+        ([], {"code": 0, "others": ["b"]}, "missing", "no pair of this name; it makes b"),
+        ([("skipped", "no GPU")], {"code": 0}, "missing", "its test was skipped: no GPU"),
+        ([("unsupported", "10 TB"), ("skipped", "")], {"code": 0}, "unsupported", "10 TB"),
+        ([("failed", "x\nE   KeyError: 3\nb.py:1")], {"code": 1}, "failed", "made: KeyError: 3"),
+        ([("uncollected", "E   NameError: n")], {"code": 2}, "import_error", "NameError: n"),
+    ],
+)
+def test_why_a_test_served_no_pair(events, end, status, reason):
+    child = Told(*({"event": event, "text": text} for event, text in events))
+    error = child._unserved({"others": []} | end)
+    assert error.status == status
+    assert error.reason.endswith(reason)
+    own = Told(whose="this tree's own head").error(error.status, "r")
+    assert own.status == "failed"
+    assert own.reason == "the process of this tree's own head: r"
+
+
+def test_a_channel_tells_an_end_from_a_wait():
+    import socket
+
+    mine, theirs = socket.socketpair()
+    channel = Channel(mine)
+    with pytest.raises(TimeoutError):
+        channel.receive(0.01)
+    theirs.sendall(b'{"event": "a"}\n{"event"')
+    assert channel.receive(1) == {"event": "a"}
+    theirs.close()
+    with pytest.raises(Closed):
+        channel.receive(1)
+    with pytest.raises(Closed):
+        channel.send({"do": "stop"})
+
+
+def test_plugins_in_use_are_quietened():
+    assert client.neutral_arguments({"xdist", "timeout"}.__contains__) == ("-n0", "--timeout=0")
+
+
+# -- trees ------------------------------------------------------------------------------------
+
+
+def test_a_revision_is_checked_out_beside_the_tree(checkout, repository):
+    base = checkout.base
+    assert base.commit == git(repository, "rev-parse", "HEAD~1")
+    assert base.head == Tree(repository, repository)
+    assert (base.tree.root / "pytest_fastlayer").is_dir()
+    assert Base.load(json.loads(json.dumps(base.dump()))) == base
+
+
+def test_a_path_is_a_base_without_any_repository(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    found = Checkout("../there", here, here)
+    assert (found.base.commit, found.base.tree) == (None, Tree(there, there))
+    found.close()
+
+
+def test_a_rootdir_below_the_top_has_its_counterpart(repository, tmp_path):
+    below = repository / "package"
+    below.mkdir(exist_ok=True)
+    (tmp_path / "package").mkdir()
+    found = Checkout(str(tmp_path), below, below)
+    assert found.base.tree == Tree(tmp_path, tmp_path / "package")
+    assert found.base.head == Tree(repository, below)
+
+
+@pytest.mark.parametrize("rev", ["gone", "--all", "", "HEAD~9", "./gone"])
+def test_what_is_no_base(rev, repository):
+    with pytest.raises(BaseRevisionError, match="--fastlayer-base="):
+        Checkout(rev, repository, repository)
+    assert len(git(repository, "worktree", "list").splitlines()) <= 2
+
+
+def test_a_hook_that_points_git_elsewhere_is_not_followed(repository, monkeypatch, tmp_path):
+    monkeypatch.setenv("GIT_DIR", str(tmp_path))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "index"))
+    found = Checkout("HEAD", repository, repository)
+    tree = found.base.tree.top
+    assert (tree / "kernels.py").exists()
+    found.close()
+    assert not tree.exists()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_run_leaves_no_worktree(repository, tmp_path, how):
+    script = (
+        "import signal; from pathlib import Path; from pytest_fastlayer.base.trees import Checkout;"
+        "c = Checkout('HEAD', Path.cwd(), Path.cwd()); print(c._janitor.pid, flush=True);"
+        "signal.pause()"
+    )
+    process = subprocess.Popen(
+        (sys.executable, "-c", script),
+        cwd=repository,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    janitor = int(process.stdout.readline())
+    assert list(tmp_path.glob("fastlayer-base-*"))
+    process.send_signal(how)
+    process.wait()
+    # The pipe's last holder is the janitor's own standard output, which it does not have: so wait
+    # for the process itself, which is nobody's child any more.
+    while Path(f"/proc/{janitor}").exists():
+        os.sched_yield()
+    assert not list(tmp_path.glob("fastlayer-base-*"))
+
+
+# -- modules ----------------------------------------------------------------------------------
+
+
+def trees(tmp_path):
+    head, base = (Tree(tmp_path / name, tmp_path / name) for name in ("head", "base"))
+    for tree in (head, base):
+        (tree.top / "src").mkdir(parents=True)
+        (tree.top / "python").mkdir()
+    return head, base
+
+
+def test_every_entry_of_the_path_inside_the_tree_has_its_counterpart(tmp_path, monkeypatch):
+    head, base = trees(tmp_path)
+    environment = head.top / ".venv" / "lib" / "python3" / "site-packages"
+    entries = [str(head.top / "python"), "/usr/lib/python3", str(environment), str(head.top)]
+    monkeypatch.setattr(sys, "path", entries)
+    first, without = client._search_path(head, base)
+    assert first == [str(base.top), str(base.top / "src"), str(base.top / "python")]
+    assert without == [str(head.top / "python"), str(head.top)]
+    assert client._search_path(head, head)[1] == []
+
+
+class Pair:
+    inputs = staticmethod(lambda seed: ())
+
+    def __init__(self, candidate):
+        self.candidate = candidate
+
+
+def module(monkeypatch, name, file):
+    made = types.ModuleType(name)
+    made.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, name, made)
+    return made
+
+
+def test_a_module_of_the_head_in_the_base_is_found(tmp_path, monkeypatch):
+    head, base = trees(tmp_path)
+    module(monkeypatch, "stranger_ops", head.top / "src" / "stranger_ops.py")
+    module(monkeypatch, "stranger_own", base.top / "src" / "stranger_own.py")
+    module(monkeypatch, "pytest_fastlayer.beside", head.top / "pytest_fastlayer" / "beside.py")
+    found = origin.foreign(Pair(len), base.top, head.top)
+    assert found == [f"stranger_ops ({head.top / 'src' / 'stranger_ops.py'})"]
+
+
+def test_the_project_installed_for_good_is_found(tmp_path, monkeypatch):
+    head, base = trees(tmp_path)
+    (base.top / "pyproject.toml").write_text('[project]\nname = "Stranger_Kit"\n')
+    made = module(monkeypatch, "stranger", tmp_path / "site-packages" / "stranger" / "__init__.py")
+    exec("def candidate(x): return x", made.__dict__)
+    names = {"stranger": ["stranger-kit"]}
+    monkeypatch.setattr(origin.metadata, "packages_distributions", lambda: names)
+    (found,) = origin.foreign(Pair(made.candidate), base.top, head.top)
+    assert found.startswith("stranger (")
+    names["stranger"] = ["another"]
+    assert origin.foreign(Pair(made.candidate), base.top, head.top) == []
