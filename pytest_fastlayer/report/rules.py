@@ -125,8 +125,8 @@ BASE_STATUS: dict[BaseStatus, tuple[str, str]] = {
         "check that this environment has what that revision needs",
     ),
     "failed": (
-        "its test or its candidate raised",
-        "run that revision's test alone to see the whole error",
+        "its test or its candidate raised, or what ran was not that revision's code",
+        "run that revision's test alone, in a checkout of its own, to see the whole error",
     ),
     "crashed": (
         "its process ended",
