@@ -1,7 +1,8 @@
 """What a warm call costs the host, in parts: ``python -m fastlayer.overhead --case 2 3 4``.
 
-Host times are taken in short bursts behind which the device is waited for outside the timed region,
-so that they hold Python's, torch's and the driver's work and no waiting. In microseconds a call:
+Host times are taken in bursts short enough for the device's queue, which is waited for outside the
+timed region: they hold Python's, torch's and the driver's work and no waiting. The first calls of a
+burst, after that wait, are not timed. In microseconds a call:
 
     decision     module call, checks, process state, key: a call that neither looks the parameters
                  over nor runs anything
@@ -24,13 +25,16 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +47,15 @@ from fastlayer.inputs import BASE_SEED, make_inputs
 from fastlayer.model import FastTransformer
 from fastlayer.routes import ROUTE_NAMES
 
-#: Calls in a burst: few enough that a device's queue takes them all at once.
-_BURST = 20
+#: Calls in a burst, untimed and timed: few enough that a device's queue takes them all at once.
+_UNTIMED, _BURST = 10, 40
 
 #: Calls in a row for throughput and for the device's own time, and the pause that these are queued
 #: behind, in clock cycles of the device: some 10 ms.
 _ROW = 100
 _PAUSE_CYCLES = 20_000_000
 
+#: Seconds of work before a case, since clocks fall while kernels are compiled.
 _SETTLE_S = 0.2
 
 
@@ -76,11 +81,22 @@ class Microseconds:
         )
 
 
-def measure(config: TransformerConfig, device: str, route: str | None, samples: int) -> Any:
-    """The route that ran and the times of the module's table, by name, for one shape."""
+def _model(config: TransformerConfig, device: str, route: str | None) -> FastTransformer:
     torch.manual_seed(BASE_SEED)
     options: dict[str, Any] = {"policy": "eligible"} if route is None else {"route": route}
-    model = FastTransformer(config, **options).eval().requires_grad_(False).to(device)
+    return FastTransformer(config, **options).eval().requires_grad_(False).to(device)
+
+
+def _prepare(config: TransformerConfig, device: str, route: str | None) -> None:
+    """Leaves what a first call compiles and proves in the caches on disk."""
+    torch.set_float32_matmul_precision("high")
+    with torch.no_grad():
+        _model(config, device, route)(make_inputs(config, BASE_SEED, device)[0])
+
+
+def measure(config: TransformerConfig, device: str, route: str | None, samples: int) -> Any:
+    """The route that ran and the times of the module's table, by name, for one shape."""
+    model = _model(config, device, route)
     x, _ = make_inputs(config, BASE_SEED, device)
     on_device = x.is_cuda
     synchronize = torch.cuda.synchronize if on_device else _nothing
@@ -141,6 +157,8 @@ def _burst(
 ) -> Microseconds:
     taken = []
     for _ in range(samples):
+        for _ in range(_UNTIMED):
+            call()
         start = time.perf_counter()
         for _ in range(_BURST):
             call()
@@ -193,7 +211,7 @@ def _alone(call: Callable[[], object], samples: int) -> Microseconds:
 
 
 def _settle(device: str) -> None:
-    """Brings clocks up; they fall while a device waits for kernels to be compiled."""
+    """Brings clocks up."""
     block = torch.ones(1024, 1024, device=device)
     until = time.perf_counter() + _SETTLE_S
     while time.perf_counter() < until:
@@ -215,7 +233,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--route", choices=ROUTE_NAMES, help="the first without objection where left out"
     )
-    parser.add_argument("--samples", type=int, default=200, help="bursts for each figure")
+    parser.add_argument("--samples", type=int, default=60, help="bursts for each figure")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
     return parser.parse_args(arguments)
 
@@ -223,6 +241,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     before = torch.get_float32_matmul_precision()
+    if options.device != "cpu" and len(options.case) > 1:
+        # Kernels are compiled and proved all at once, before anything is timed.
+        jobs = min(len(options.case), os.cpu_count() or 1)
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as workers:
+            for done in [
+                workers.submit(_prepare, CASES[case], options.device, options.route)
+                for case in options.case
+            ]:
+                done.result()
     torch.set_float32_matmul_precision("high")
     gc.collect()
     gc.disable()

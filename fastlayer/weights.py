@@ -68,6 +68,7 @@ def _methods() -> list[object]:
 #: The methods as this package found them; one patched before its import counts as plain.
 _PLAIN_METHODS = _methods()
 
+_address = torch.Tensor.data_ptr
 _version = attrgetter("_version")
 _requires_grad = attrgetter("requires_grad")
 _modules = itemgetter("_modules")
@@ -76,17 +77,6 @@ _forward_hooks = itemgetter("_forward_hooks")
 _forward_pre_hooks = itemgetter("_forward_pre_hooks")
 _attention_settings = itemgetter(*_SETTINGS[ReferenceAttention])
 _norm_settings = itemgetter(*_SETTINGS[nn.LayerNorm])
-
-
-def _at(tensors: list[torch.Tensor], addresses: list[int], indices: list[int]) -> bool:
-    """Whether each of ``tensors`` lies at its address; ``indices`` are all of them, in order."""
-    return list(map(torch.Tensor.data_ptr, tensors)) == addresses
-
-
-#: The same within torch, for plain tensors; builds for CUDA have it.
-_compiled_at: Callable[[list[torch.Tensor], list[int], list[int]], bool] | None = getattr(
-    torch._C, "_tensors_data_ptrs_at_indices_equal", None
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +205,7 @@ class _Watch:
         self._single = any(tensor.numel() == 1 for tensor in self._tensors)
         # Held, so that no other data can come to lie at their addresses.
         self._storages = list(map(_storage, self._tensors))
-        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
-        self._indices = list(range(len(self._tensors)))
-        plain = all(type(tensor) is nn.Parameter for tensor in self._tensors)
-        self._at = _compiled_at if plain and _compiled_at is not None else _at
+        self._addresses = list(map(_address, self._tensors))
         self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._version = sum(map(_version, self._counted))  # of counters that only ever grow
         self._snapshots = [
@@ -246,7 +233,7 @@ class _Watch:
                 list(map(_parameters, self._owners)) != self._held_parameters
                 or list(map(_modules, self._parents)) != self._held_modules
                 or sum(map(_version, self._counted)) != self._version
-                or not self._at(self._tensors, self._addresses, self._indices)
+                or list(map(_address, self._tensors)) != self._addresses
                 or list(map(_attention_settings, self._attentions)) != self._attention_settings
                 or list(map(_norm_settings, self._norms)) != self._norm_settings
             ):
