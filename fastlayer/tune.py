@@ -45,9 +45,10 @@ SPACE: dict[Form, dict[str, tuple[Any, ...]]] = {
         "rows": (64, 128),
         "keys": (64, 128),
         "warps": (4, 8),
+        "qkv_chunk": (64, 128),
+        "chunk": (32, 64),
         "stages": (2, 3),
-        "flat": (False, True),
-        "apart": (False, True),
+        "attention_stages": (3,),
         "max_registers": (0, 168),
     },
     "strips": {

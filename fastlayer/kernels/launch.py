@@ -211,8 +211,6 @@ def _tiled(launch: Launch, sizes: FusedSizes) -> dict[str, Any]:
     return {
         **_grouped(launch, sizes),
         "KEYS": launch.keys,
-        "ONCE": launch.tiles(sizes) * launch.rows <= launch.keys,
-        "FLAT": launch.flat,
         "ATTENTION_STAGES": launch.attention_stages or launch.stages,
         "QKV_CHUNK": min(launch.qkv_chunk, sizes.heads_width),
     }
@@ -240,6 +238,8 @@ def _wavefront(
         **_common(launch, sizes, packed, masked),
         **_tiled(launch, sizes),
         "TILES": power_of_two(tiles),
+        "ONCE": launch.tiles(sizes) * launch.rows <= launch.keys,
+        "FLAT": launch.flat,
         "BY_TILE": launch.by_tile,
     }
     exchange = (workspace.keys, workspace.flags)

@@ -22,12 +22,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from fastlayer.config import TransformerConfig
 from fastlayer.kernels.knobs import Launch, sizes_for
@@ -72,6 +72,7 @@ class Claim:
     device: int
     name: str
     capability: tuple[int, int]
+    module: ClassVar[str] = "fastlayer.kernels.proof"
 
     def small(self) -> TransformerConfig:
         """A small shape that compiles to the same kernel.
@@ -121,10 +122,10 @@ class Claim:
 
 
 @cache
-def kernels_digest() -> str:
-    """Digest of the sources that a fused launch is made of."""
+def kernels_digest(names: tuple[str, ...] = _SOURCES) -> str:
+    """Digest of the sources that kernels are made of, by default those of a fused launch."""
     digest = hashlib.sha256()
-    for name in _SOURCES:
+    for name in names:
         digest.update(name.encode() + b"\0")
         digest.update(Path(__file__).with_name(f"{name}.py").read_bytes() + b"\0")
     return digest.hexdigest()
@@ -147,10 +148,24 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastlayer"
 
 
-_KNOWN: dict[Claim, str] = {}
+class Provable(Hashable, Protocol):
+    """A claim, hashable by value. ``module --claim JSON`` proves it in a process of its own."""
+
+    @property
+    def module(self) -> str: ...
+
+    @property
+    def capability(self) -> tuple[int, int]: ...
+
+    def key(self) -> str: ...
+
+    def as_json(self) -> str: ...
 
 
-def refusal(claim: Claim, prove: Callable[[Claim], str] | None = None) -> str:
+_KNOWN: dict[Provable, str] = {}
+
+
+def refusal(claim: Provable, prove: Callable[[Any], str] | None = None) -> str:
     """Why ``claim`` may not be relied upon, or "" where it is proven, now or before.
 
     ``prove`` runs the proof and returns the reason for a refusal; it raises ``ProofDied`` where the
@@ -161,7 +176,7 @@ def refusal(claim: Claim, prove: Callable[[Claim], str] | None = None) -> str:
     return _KNOWN[claim]
 
 
-def known_refusal(claim: Claim) -> str:
+def known_refusal(claim: Provable) -> str:
     """The refusal that this process has met, or ""; proves nothing and reads no file."""
     return _KNOWN.get(claim, "")
 
@@ -170,7 +185,7 @@ class ProofDied(RuntimeError):
     """The proof's process ended without an answer."""
 
 
-def _look_up(claim: Claim, prove: Callable[[Claim], str]) -> str:
+def _look_up(claim: Provable, prove: Callable[[Any], str]) -> str:
     path = cache_directory() / "proofs" / f"{claim.key()}.json"
     try:
         return str(json.loads(path.read_text())["refusal"])
@@ -180,7 +195,8 @@ def _look_up(claim: Claim, prove: Callable[[Claim], str]) -> str:
         reason = prove(claim)
     except ProofDied as death:
         return str(death)
-    _remember(path, {"refusal": reason, "compiler": compiler(claim.capability), **asdict(claim)})
+    facts = {"refusal": reason, "compiler": compiler(claim.capability)}
+    _remember(path, {**facts, **json.loads(claim.as_json())})
     return reason
 
 
@@ -195,13 +211,13 @@ def _remember(path: Path, outcome: dict[str, object]) -> None:
         return
 
 
-def prove_apart(claim: Claim) -> str:
+def prove_apart(claim: Provable) -> str:
     """Runs the proof in a process of its own; the reason for a refusal, or "".
 
     Raises:
         ProofDied: it faulted, hung, or could not start.
     """
-    command = [sys.executable, "-m", "fastlayer.kernels.proof", "--claim", claim.as_json()]
+    command = [sys.executable, "-m", claim.module, "--claim", claim.as_json()]
     # The same fastlayer as here, however this process found it.
     root = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))

@@ -17,12 +17,16 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 import triton
 
 from fastlayer.cases import CASES
+from fastlayer.kernels import products, rowwise
 from fastlayer.kernels.compile import (
     Resources,
+    compile_kernel,
     compile_step,
     hollow_program,
     ptxas_version,
@@ -30,6 +34,7 @@ from fastlayer.kernels.compile import (
 )
 from fastlayer.kernels.knobs import Launch
 from fastlayer.kernels.launches import CAPABILITIES, COMPILED, MEASURED
+from fastlayer.kernels.warm import WarmLaunch
 
 BASELINE = Path("baselines/resources.json")
 
@@ -69,12 +74,32 @@ class Variant:
         return f"sm_{self.capability} case {self.case} {knobs}{softmax} part {self.part}"
 
 
+@dataclass(frozen=True, slots=True)
+class HalfVariant:
+    """A kernel of ``half_gemm``, as ``case`` compiles it."""
+
+    capability: int
+    case: int
+    kernel: str
+
+    @property
+    def name(self) -> str:
+        return f"sm_{self.capability} case {self.case} half_gemm {self.kernel}"
+
+
 #: Cases whose default initialisation proves that softmax needs no maximum.
 _PROVEN = (7, 9)
 
 
-def variants(capability: int) -> Iterator[Variant]:
+#: The disclosed case that ``half_gemm`` is for, and its kernels.
+_HALF_CASE = 8
+_HALF_KERNELS = ("normalise", "finish", "activated", "attend")
+
+
+def variants(capability: int) -> Iterator[Variant | HalfVariant]:
     """Every kernel that the listed launches of a capability would compile, each once."""
+    for kernel in _HALF_KERNELS:
+        yield HalfVariant(capability, _HALF_CASE, kernel)
     table = MEASURED.get(divmod(capability, 10), COMPILED)
     for case, rows in table.items():
         for row in rows:
@@ -82,9 +107,46 @@ def variants(capability: int) -> Iterator[Variant]:
                 yield Variant(capability, case, row.launch, case not in _PROVEN, part)
 
 
-def measure(variant: Variant) -> Resources:
+def measure(variant: Variant | HalfVariant) -> Resources:
+    if isinstance(variant, HalfVariant):
+        return _measure_half(variant)
     program = hollow_program(variant.launch, CASES[variant.case], maximum=variant.maximum)
     return resources(compile_step(program.steps[variant.part], variant.capability))
+
+
+def _measure_half(variant: HalfVariant) -> Resources:
+    config, capability = CASES[variant.case], variant.capability
+    d, half, single = config.d_model, torch.empty(0, dtype=torch.float16), torch.empty(0)
+    tile = products.tile_for((capability // 10, capability % 10))
+    known: dict[str, tuple[Any, WarmLaunch, tuple[torch.Tensor, ...]]] = {
+        "normalise": (
+            rowwise.normalise_kernel,
+            rowwise.launch_of(config.tokens, d, COPY=True),
+            (single, single, half, single),
+        ),
+        "finish": (
+            rowwise.finish_kernel,
+            rowwise.launch_of(config.tokens, d),
+            (single, single, single, single, single),
+        ),
+        "activated": (
+            products.linear_kernel,
+            products.linear_launch(config.tokens, config.ffn_dim, d, tile),
+            (half, half, half, half),
+        ),
+        "attend": (
+            products.attend_kernel,
+            products.attend_launch(
+                config.batch_size, config.seq_len, config.num_heads, config.head_dim, config.causal
+            ),
+            (half, half),
+        ),
+    }
+    kernel, launch, tensors = known[variant.kernel]
+    values: tuple[torch.Tensor | int, ...] = (*tensors, *launch.scalars)
+    return resources(
+        compile_kernel(kernel, values, launch.constants, launch.options, variant.capability)
+    )
 
 
 def toolchain(capability: int) -> str:
@@ -92,7 +154,7 @@ def toolchain(capability: int) -> str:
     return f"triton {triton.__version__}, ptxas {ptxas_version(capability)}"
 
 
-def complaints(variant: Variant, found: Resources, baseline: Baseline) -> list[str]:
+def complaints(variant: Variant | HalfVariant, found: Resources, baseline: Baseline) -> list[str]:
     """What is worse than the limits or the baseline; empty where nothing is."""
     limit = SHARED_LIMITS[variant.capability]
     result = []

@@ -2,7 +2,6 @@
 
     normalise   [T, D] float32 -> [T, D] float16:  n(x + shift), LayerNorm without its affine part
     finish      [T, D] float32 -> [T, D] float32:  n(x + shift) * weight + bias
-    activate    [T, F] float16, in place:          GELU by erf
 
 ``shift [D]`` is the sum of the biases that the residual owes: products add to it without them.
 """
@@ -15,11 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fastlayer.kernels.primitives import gelu
 from fastlayer.kernels.sizes import power_of_two
+from fastlayer.kernels.warm import Warm, WarmLaunch
 
 _ROWS = 4
-_ELEMENTS = 4096
 
 
 @triton.jit
@@ -35,14 +33,18 @@ def _normal(x_ptr, shift_ptr, base, real, cols, D: tl.constexpr):
 
 @triton.jit
 def normalise_kernel(
-    x_ptr, shift_ptr, out_ptr, tokens, D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr
-):
+    x_ptr, shift_ptr, out_ptr, copy_ptr, tokens,
+    D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, W)
     base = rows.to(tl.int64)[:, None] * D
     real = (rows < tokens)[:, None] & (cols < D)[None, :]
     normal = _normal(x_ptr, shift_ptr, base, real, cols, D)
     tl.store(out_ptr + base + cols[None, :], normal.to(tl.float16), mask=real)
+    if COPY:
+        x = tl.load(x_ptr + base + cols[None, :], mask=real, other=0.0)
+        tl.store(copy_ptr + base + cols[None, :], x, mask=real)
 
 
 @triton.jit
@@ -60,35 +62,39 @@ def finish_kernel(
     tl.store(out_ptr + base + cols[None, :], normal * weight[None, :] + bias[None, :], mask=real)
 
 
-@triton.jit
-def activate_kernel(x_ptr, elements, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, mask=at < elements, other=0.0)
-    tl.store(x_ptr + at, gelu(x.to(tl.float32), True).to(tl.float16), mask=at < elements)
+_normalise = Warm(normalise_kernel)
+_finish = Warm(finish_kernel)
 
 
-def normalise(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """``n(x + shift)`` in float16 for contiguous float32 ``x [T, D]`` and ``shift [D]``."""
+def launch_of(tokens: int, width: int, **constants: bool) -> WarmLaunch:
+    """How a kernel is launched over ``[tokens, width]``."""
+    sizes = {"D": width, "W": power_of_two(width), "ROWS": _ROWS}
+    return WarmLaunch(triton.cdiv(tokens, _ROWS), (tokens,), {**sizes, **constants}, {})
+
+
+def normalise(
+    x: torch.Tensor, shift: torch.Tensor, copy: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``n(x + shift)`` in float16 for contiguous float32 ``x [T, D]`` and ``shift [D]``.
+
+    ``x`` is also written to ``copy``, where one is given.
+    """
     out = torch.empty_like(x, dtype=torch.float16)
     tokens, width = x.shape
-    grid = (triton.cdiv(tokens, _ROWS),)
-    normalise_kernel[grid](x, shift, out, tokens, width, power_of_two(width), _ROWS)
+    launch = launch_of(tokens, width, COPY=copy is not None)
+    _normalise(launch, x, shift, out, x if copy is None else copy)
     return out
 
 
 def finish(
-    x: torch.Tensor, shift: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    x: torch.Tensor,
+    shift: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``n(x + shift) * weight + bias`` in float32; may be asked to overwrite nothing."""
-    out = torch.empty_like(x)
+    """``n(x + shift) * weight + bias`` in float32, in ``out`` or a new tensor."""
+    out = torch.empty_like(x) if out is None else out
     tokens, width = x.shape
-    grid = (triton.cdiv(tokens, _ROWS),)
-    finish_kernel[grid](x, shift, weight, bias, out, tokens, width, power_of_two(width), _ROWS)
+    _finish(launch_of(tokens, width), x, shift, weight, bias, out)
     return out
-
-
-def activate_(x: torch.Tensor) -> torch.Tensor:
-    """GELU of contiguous float16 ``x``, in place."""
-    elements = x.numel()
-    activate_kernel[(triton.cdiv(elements, _ELEMENTS),)](x, elements, _ELEMENTS)
-    return x

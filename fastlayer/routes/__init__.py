@@ -7,6 +7,7 @@ from fastlayer.routes.base import Bound, Launch, Route
 from fastlayer.routes.batch_stream import BatchStreamRoute
 from fastlayer.routes.dense import DenseRoute
 from fastlayer.routes.fused import FusedRoute
+from fastlayer.routes.half_gemm import HalfGemmRoute
 from fastlayer.routes.prefix_stream import PrefixStreamRoute
 from fastlayer.routes.sdpa import SdpaRoute
 
@@ -14,6 +15,7 @@ ROUTES: tuple[Route, ...] = (
     FusedRoute(),
     PrefixStreamRoute(),
     BatchStreamRoute(),
+    HalfGemmRoute(),
     SdpaRoute(),
     DenseRoute(),
 )

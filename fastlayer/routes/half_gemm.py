@@ -7,13 +7,16 @@
     out = n(r + s) * weight + bias
 
 n is LayerNorm without its affine part, which is folded into the weight that reads it (W', b');
-s is the running sum of the biases that r has not been given. So nothing but two normalisations and
-a GELU a layer passes over memory between the products.
+s is the running sum of the biases that r has not been given. So nothing but two normalisations a
+layer passes over memory between the products. What is rounded to float16 is what the reference
+rounds to TF32's equal mantissa (normalised activations, q, k and v with their biases, divided
+probabilities), so most roundings are the same and cancel in a comparison.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 import torch
 from torch.nn import functional as F
@@ -21,14 +24,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastlayer.config import TransformerConfig
 from fastlayer.contract import RuntimeContract
+from fastlayer.errors import RouteRefused
 from fastlayer.reference import zero_invalid
 from fastlayer.routes.base import Bound, Launch, check_launch, common_objections
 from fastlayer.routes.body import serve_mask
+from fastlayer.routes.folding import FoldedLayer, accumulate
 from fastlayer.routes.fused import has_triton, rounds_operands
 from fastlayer.routes.sdpa import bind_sdpa
 from fastlayer.weights import LayerWeights, ModelState
 
-_OPTIONS: dict[str, tuple[object, ...]] = {"execution": ("eager", "graph")}
+_OPTIONS: dict[str, tuple[object, ...]] = {
+    "execution": ("eager", "graph"),
+    "parts": (1, 2),
+    "attention": ("library", "kernel"),
+}
 
 #: Elements of an activation from which the device takes longer than the host needs to launch: a
 #: graph would only add a copy of the input and one of the output.
@@ -36,6 +45,10 @@ _HOST_BOUND = 2**22
 
 #: 16-bit products read rows of sixteen bytes.
 _MULTIPLE = 8
+
+#: What ``kernels.products.attend`` takes: tokens of a sequence, and what divides a head.
+_LONGEST = 128
+_NARROWEST = 16
 
 _WIDEST_HEAD = 256
 _WIDEST = 16_384
@@ -83,21 +96,30 @@ class HalfGemmRoute:
                 f"it needs {needed:,} bytes and {contract.available_bytes:,} are available",
             ),
         ]
-        return found + [reason for applies, reason in checks if applies]
+        found += [reason for applies, reason in checks if applies]
+        refused = _REFUSED.get(_shape(contract))
+        return [*found, refused] if refused else found
 
     def launches(self, contract: RuntimeContract) -> list[Launch]:
-        order = ("eager", "graph")
-        if contract.config.activation_elements < _HOST_BOUND:
-            order = ("graph", "eager")
-        return [{"execution": execution} for execution in order]
+        config, own = contract.config, _attentions(contract)[-1]
+        order, parts = ("eager", "graph"), 2
+        if config.activation_elements < _HOST_BOUND or config.batch_size == 1:
+            order, parts = ("graph", "eager"), 1
+        found: list[Launch] = [
+            {"execution": execution, "attention": own, "parts": parts} for execution in order
+        ]
+        if own != "library":
+            found.append({"execution": order[0], "attention": "library", "parts": parts})
+        return found
 
     def bind(self, state: ModelState, contract: RuntimeContract, launch: Launch) -> Bound:
         """As in the protocol.
 
         Raises:
-            ValueError: the launch holds an option or a value that does not exist.
+            ValueError: the launch holds an option or a value that does not exist here.
+            RouteRefused: a kernel failed its first-use proof.
         """
-        check_launch(self.name, launch, _OPTIONS)
+        check_launch(self.name, launch, {**_OPTIONS, "attention": _attentions(contract)})
         layers = state.get(("half_gemm",), lambda: pack(state.layers))
         if not all(layer.finite for layer in layers):
             state.notes.append(
@@ -105,11 +127,57 @@ class HalfGemmRoute:
                 "attention ran instead"
             )
             return bind_sdpa("sdpa", state, contract, {})
-        config = contract.config
-        run: Bound = HalfBody(layers, state.final_norm, config.num_heads, config.causal)
+        config, parts = contract.config, int(launch.get("parts") or 1)
+        own_attention = launch.get("attention") == "kernel" and _without_key_mask(contract)
+        _prove(contract, parts, own_attention, layers[0].qkv.device)
+        body = HalfBody(
+            layers,
+            state.final_norm,
+            heads=config.num_heads,
+            causal=config.causal,
+            capability=contract.device.capability,
+            parts=parts,
+            own_attention=own_attention,
+        )
+        run: Bound = body
         if launch.get("execution", "eager") == "graph":
             run = state.graphs.bind(run, state.notes.append)
         return serve_mask(run, contract.mask)
+
+
+#: Why a shape is refused on a device: what failed its proof in this process.
+_REFUSED: dict[Hashable, str] = {}
+
+
+def _shape(contract: RuntimeContract) -> Hashable:
+    return (contract.device, contract.config)
+
+
+def _attentions(contract: RuntimeContract) -> tuple[str, ...]:
+    config = contract.config
+    short = config.seq_len <= _LONGEST and config.head_dim % _NARROWEST == 0
+    return ("library", "kernel") if short else ("library",)
+
+
+def _without_key_mask(contract: RuntimeContract) -> bool:
+    """Whether attention needs no mask: under causality no valid token reads an invalid one."""
+    return contract.config.causal or not contract.mask.masks
+
+
+def _prove(
+    contract: RuntimeContract, parts: int, own_attention: bool, device: torch.device
+) -> None:
+    from fastlayer.kernels.products_proof import Claim, refusal
+
+    facts, config = contract.device, contract.config
+    batches = {len(part) for part in torch.arange(config.batch_size).chunk(parts)}
+    for batch in sorted(batches):
+        part = replace(config, batch_size=batch)
+        claim = Claim(part, own_attention, device.index or 0, facts.name, facts.capability)
+        reason = refusal(claim)
+        if reason:
+            _REFUSED[_shape(contract)] = reason
+            raise RouteRefused(HalfGemmRoute.name, reason)
 
 
 def half_bytes(config: TransformerConfig) -> int:
@@ -122,65 +190,32 @@ def half_bytes(config: TransformerConfig) -> int:
     return 2 * config.activation_bytes() + 2 * (wide + config.activation_elements)
 
 
-@dataclass(frozen=True, slots=True)
-class HalfLayer:
-    """One block, folded. Matrices ``[in, out]`` float16; ``shift*`` float32 ``[d]``.
-
-    ``shift1`` and ``shift2`` are the biases owed to the residual where each norm reads it, and
-    ``owed`` what is owed after the block.
-    """
-
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor
-    out: torch.Tensor
-    ffn_in: torch.Tensor
-    ffn_in_bias: torch.Tensor
-    ffn_out: torch.Tensor
-    shift1: torch.Tensor
-    shift2: torch.Tensor
-    owed: torch.Tensor
-
-    @property
-    def finite(self) -> bool:
-        matrices = (self.qkv, self.out, self.ffn_in, self.ffn_out)
-        biases = (self.qkv_bias, self.ffn_in_bias)
-        return all(bool(tensor.isfinite().all()) for tensor in (*matrices, *biases))
-
-
-def pack(layers: list[LayerWeights]) -> list[HalfLayer]:
-    """Folds in float64, rounds once."""
+def pack(layers: list[LayerWeights]) -> list[FoldedLayer]:
+    """Folds in float64, rounds once. Unlike ``folding.fold`` it keeps the biases of k and v."""
     owed = torch.zeros_like(layers[0].out[1], dtype=torch.float64)
     folded = []
     for weights in layers:
-        layer, owed = _fold(weights, owed)
+        qkv, qkv_bias = after_norm(*weights.packed_qkv(), weights.norm1)
+        ffn_in, ffn_in_bias = after_norm(*weights.ffn_in, weights.norm2)
+        between = owed + weights.out[1].double()
+        after = between + weights.ffn_out[1].double()
+        layer = FoldedLayer(
+            qkv=qkv.half(),
+            qkv_bias=qkv_bias.half(),
+            out=weights.out[0].half(),
+            ffn_in=ffn_in.half(),
+            ffn_in_bias=ffn_in_bias.half(),
+            ffn_out=weights.ffn_out[0].half(),
+            shift1=owed.float(),
+            shift2=between.float(),
+            owed=after.float(),
+        )
         folded.append(layer)
+        owed = after
     return folded
 
 
-def _fold(weights: LayerWeights, owed: torch.Tensor) -> tuple[HalfLayer, torch.Tensor]:
-    def half(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(torch.float16).contiguous()
-
-    qkv, qkv_bias = weights.packed_qkv()
-    qkv, qkv_bias = _after_norm(qkv, qkv_bias, weights.norm1)
-    ffn_in, ffn_in_bias = _after_norm(*weights.ffn_in, weights.norm2)
-    between = owed + weights.out[1].double()
-    after = between + weights.ffn_out[1].double()
-    layer = HalfLayer(
-        qkv=half(qkv.T),
-        qkv_bias=half(qkv_bias),
-        out=half(weights.out[0].T),
-        ffn_in=half(ffn_in.T),
-        ffn_in_bias=half(ffn_in_bias),
-        ffn_out=half(weights.ffn_out[0].T),
-        shift1=owed.float(),
-        shift2=between.float(),
-        owed=after.float(),
-    )
-    return layer, after
-
-
-def _after_norm(
+def after_norm(
     weight: torch.Tensor, bias: torch.Tensor, norm: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``W (n * gamma + beta) + b`` as ``W' n + b'``, float64."""
@@ -190,64 +225,127 @@ def _after_norm(
 
 
 class HalfBody:
-    """The forward pass over folded weights. Calling it makes new tensors only."""
+    """The forward pass over folded weights. Calling it makes new tensors only.
+
+    On a GPU the batch passes in ``parts`` on as many streams, so that what one part moves through
+    memory overlaps with what another multiplies.
+    """
 
     def __init__(
         self,
-        layers: list[HalfLayer],
+        layers: list[FoldedLayer],
         final_norm: tuple[torch.Tensor, torch.Tensor],
         heads: int,
         causal: bool,
+        capability: tuple[int, int],
+        parts: int = 1,
+        own_attention: bool = False,
     ) -> None:
         self._layers = layers
         self._final = final_norm
-        self._heads = heads
-        self._causal = causal
+        self.heads = heads
+        self.causal = causal
+        self.capability = capability
+        self._parts = parts
+        self.own_attention = own_attention
+        self._streams: list[torch.cuda.Stream] = []
 
     def __call__(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """``x [B, N, d]`` and None or a right-padded ``mask [B, N]`` to ``[B, N, d]``."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        # Under causality no valid token reads an invalid one; otherwise keys are masked.
+        masks = [None] * self._parts if mask is None or self.causal else mask.chunk(self._parts)
+        parts = [
+            _Part(self, part, own, key_mask)
+            for part, own, key_mask in zip(
+                x.chunk(self._parts), out.chunk(self._parts), masks, strict=False
+            )
+        ]
+        with torch.cuda.device_of(x), _Streams(self._streams, x, len(parts)) as on:
+            for layer in self._layers:
+                for index, part in enumerate(parts):
+                    on(index)
+                    part.advance(layer)
+            for index, part in enumerate(parts):
+                on(index)
+                part.finish(self._layers[-1].owed, *self._final)
+        return zero_invalid(out, mask)
+
+
+class _Part:
+    """Some samples on their way through the layers."""
+
+    def __init__(
+        self, body: HalfBody, x: torch.Tensor, out: torch.Tensor, mask: torch.Tensor | None
+    ) -> None:
+        self._body = body
+        self._shape = x.shape
+        self._x = x.view(-1, x.shape[-1])
+        self._out = out.view(-1, x.shape[-1])
+        self._mask = None if mask is None else mask[:, None, None, :]
+        self._residual: torch.Tensor | None = None
+
+    def advance(self, layer: FoldedLayer) -> None:
+        from fastlayer.kernels import products, rowwise
+
+        if self._residual is None:
+            # The input itself is never written.
+            self._residual = torch.empty_like(self._x)
+            h = rowwise.normalise(self._x, layer.shift1, self._residual)
+        else:
+            h = rowwise.normalise(self._residual, layer.shift1)
+        qkv = torch.addmm(layer.qkv_bias, h, layer.qkv.t())
+        accumulate(self._residual, self._attend(qkv), layer.out)
+        h = rowwise.normalise(self._residual, layer.shift2)
+        tile = products.tile_for(self._body.capability)
+        hidden = products.activated(h, layer.ffn_in, layer.ffn_in_bias, tile)
+        accumulate(self._residual, hidden, layer.ffn_out)
+
+    def finish(self, owed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> None:
         from fastlayer.kernels import rowwise
 
-        batch, tokens, width = x.shape
-        # Under causality no valid token reads an invalid one; otherwise keys are masked.
-        key_mask = None if mask is None or self._causal else mask[:, None, None, :]
-        residual = x.reshape(-1, width)
-        own = False  # The input itself is never written.
-        for layer in self._layers:
-            h = rowwise.normalise(residual, layer.shift1)
-            context = self._attend(product(h, layer.qkv, layer.qkv_bias), batch, tokens, key_mask)
-            residual = accumulate(residual, context, layer.out, in_place=own)
-            own = True
-            h = rowwise.normalise(residual, layer.shift2)
-            hidden = rowwise.activate_(product(h, layer.ffn_in, layer.ffn_in_bias))
-            residual = accumulate(residual, hidden, layer.ffn_out, in_place=True)
-        out = rowwise.finish(residual, self._layers[-1].owed, *self._final)
-        return zero_invalid(out.view(batch, tokens, width), mask)
+        assert self._residual is not None
+        rowwise.finish(self._residual, owed, weight, bias, self._out)
 
-    def _attend(
-        self, qkv: torch.Tensor, batch: int, tokens: int, key_mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _attend(self, qkv: torch.Tensor) -> torch.Tensor:
         """Context ``[B N, d]`` from ``qkv [B N, 3 d]`` on strided views of heads."""
-        q, k, v = qkv.view(batch, tokens, 3, self._heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        batch, tokens, width = self._shape
+        heads = self._body.heads
+        if self._body.own_attention:
+            from fastlayer.kernels import products
+
+            return products.attend(qkv, batch, heads, self._body.causal)
+        q, k, v = qkv.view(batch, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         with sdpa_kernel(_BACKENDS):
             context = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=key_mask, is_causal=self._causal
+                q, k, v, attn_mask=self._mask, is_causal=self._body.causal
             )
-        return context.transpose(1, 2).reshape(batch * tokens, -1)
+        return context.transpose(1, 2).reshape(batch * tokens, width)
 
 
-def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """``a [T, K] b [K, N] + bias [N]`` in float16."""
-    return torch.addmm(bias, a, b)
+class _Streams:
+    """The current stream and as many beside it as parts need, forked on entry, joined on exit."""
 
+    def __init__(self, known: list[torch.cuda.Stream], x: torch.Tensor, parts: int) -> None:
+        self._parts = parts if x.is_cuda else 1
+        if self._parts == 1:
+            return
+        while len(known) < parts - 1:
+            known.append(torch.cuda.Stream(x.device))
+        self._main = torch.cuda.current_stream(x.device)
+        self._all = [self._main, *known[: parts - 1]]
 
-def accumulate(
-    residual: torch.Tensor, a: torch.Tensor, b: torch.Tensor, in_place: bool
-) -> torch.Tensor:
-    """``residual + a b`` in float32 from float16 operands; no sum is rounded to float16."""
-    if not a.is_cuda:
-        update = a.float() @ b.float()
-        return residual.add_(update) if in_place else residual + update
-    if in_place:
-        return torch.addmm(residual, a, b, out_dtype=torch.float32, out=residual)
-    return torch.addmm(residual, a, b, out_dtype=torch.float32)
+    def __enter__(self) -> Callable[[int], None]:
+        if self._parts == 1:
+            return lambda index: None
+        for stream in self._all[1:]:
+            stream.wait_stream(self._main)
+        return lambda index: torch.cuda.set_stream(self._all[index])
+
+    def __exit__(self, *_: object) -> None:
+        if self._parts == 1:
+            return
+        torch.cuda.set_stream(self._main)
+        for stream in self._all[1:]:
+            self._main.wait_stream(stream)

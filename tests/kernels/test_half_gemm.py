@@ -12,16 +12,19 @@ from torch.nn import functional as F
 from fastlayer import CASES, FastTransformer, ReferenceTransformer, TransformerConfig, make_inputs
 from fastlayer.contract import GIB, Precision, RuntimeContract
 from fastlayer.device import Device
+from fastlayer.errors import RouteRefused
 from fastlayer.masks import MaskKind
-from fastlayer.routes import half_gemm
+from fastlayer.routes import Launch, eligible_routes, half_gemm
 from fastlayer.routes.body import serve_mask
 
 rowwise = pytest.importorskip("fastlayer.kernels.rowwise")
+products = pytest.importorskip("fastlayer.kernels.products")
+products_proof = pytest.importorskip("fastlayer.kernels.products_proof")
 
 H200 = Device("cuda", "NVIDIA H200", 140 * GIB, (9, 0), 132, 232_448)
 CALL = RuntimeContract(CASES[8], H200, precision=Precision("high", True))
 ROUTE = half_gemm.HalfGemmRoute()
-SMALL = TransformerConfig(3, 24, 144, 6, 96, 2)
+SMALL = TransformerConfig(3, 24, 144, 3, 96, 2)
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -44,17 +47,40 @@ def assert_accepted(candidate: torch.Tensor, reference: torch.Tensor) -> None:
 
 @pytest.fixture
 def _rows_in_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The row-wise kernels by torch's operators: what is tested here is what lies between."""
+    """The kernels by torch's operators: what is tested here is what lies between."""
 
-    def normalise(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    def normalise(
+        x: torch.Tensor, shift: torch.Tensor, copy: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if copy is not None:
+            copy.copy_(x)
         return F.layer_norm(x + shift, x.shape[-1:]).half()
 
-    def finish(x: torch.Tensor, shift: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x + shift, x.shape[-1:], *affine)
+    def finish(
+        x: torch.Tensor,
+        shift: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        return out.copy_(F.layer_norm(x + shift, x.shape[-1:], weight, bias))
+
+    def activated(
+        a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, tile: object
+    ) -> torch.Tensor:
+        return F.gelu(F.linear(a.float(), weight.float(), bias.float())).half()
+
+    def attend(qkv: torch.Tensor, batch: int, heads: int, causal: bool) -> torch.Tensor:
+        q, k, v = qkv.float().view(batch, -1, 3, heads, qkv.shape[1] // 3 // heads).unbind(2)
+        context = F.scaled_dot_product_attention(
+            *(part.transpose(1, 2) for part in (q, k, v)), is_causal=causal
+        )
+        return context.transpose(1, 2).reshape(qkv.shape[0], -1).half()
 
     monkeypatch.setattr(rowwise, "normalise", normalise)
     monkeypatch.setattr(rowwise, "finish", finish)
-    monkeypatch.setattr(rowwise, "activate_", lambda x: F.gelu(x.float()).half())
+    monkeypatch.setattr(products, "activated", activated)
+    monkeypatch.setattr(products, "attend", attend)
     monkeypatch.setattr(
         half_gemm, "_BACKENDS", [*half_gemm._BACKENDS, torch.nn.attention.SDPBackend.MATH]
     )
@@ -65,7 +91,10 @@ def _rows_in_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("_rows_in_torch")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", [MaskKind.NONE, MaskKind.RIGHT_PADDED, MaskKind.IRREGULAR])
-def test_the_folded_body_is_the_model(causal: bool, kind: MaskKind) -> None:
+@pytest.mark.parametrize(("parts", "own_attention"), [(1, False), (2, True)])
+def test_the_folded_body_is_the_model(
+    causal: bool, kind: MaskKind, parts: int, own_attention: bool
+) -> None:
     config = replace(SMALL, causal=causal)
     reference = with_biases(config)
     model = FastTransformer.from_reference(reference)
@@ -77,17 +106,54 @@ def test_the_folded_body_is_the_model(causal: bool, kind: MaskKind) -> None:
             mask = mask.roll(3, dims=1)
         x = x * mask[:, :, None]
     kept = x.clone()
-    layers = half_gemm.pack(model._runtime.state.layers)
-    body = half_gemm.HalfBody(layers, model._runtime.state.final_norm, config.num_heads, causal)
+    body = half_gemm.HalfBody(
+        half_gemm.pack(model._runtime.state.layers),
+        model._runtime.state.final_norm,
+        heads=config.num_heads,
+        causal=causal,
+        capability=(9, 0),
+        parts=parts,
+        own_attention=own_attention and (causal or kind is MaskKind.NONE),
+    )
     assert_accepted(serve_mask(body, kind)(x, mask), reference(x, mask))
     assert torch.equal(x, kept), "the input was written"
 
 
 def test_it_serves_the_wide_case() -> None:
     assert ROUTE.objections(CALL) == []
-    assert ROUTE.launches(CALL)[0] == {"execution": "eager"}
+    assert ROUTE.launches(CALL)[0] == {"execution": "eager", "attention": "kernel", "parts": 2}
     small = replace(CALL, config=replace(CASES[8], batch_size=1))
-    assert ROUTE.launches(small)[0] == {"execution": "graph"}
+    assert ROUTE.launches(small)[0] == {"execution": "graph", "attention": "kernel", "parts": 1}
+    assert half_gemm.HalfGemmRoute.name in eligible_routes(CALL)
+
+
+@pytest.mark.parametrize("changes", [{"seq_len": 129}, {"num_heads": 128}])
+def test_long_sequences_and_narrow_heads_take_the_library_s_attention(
+    changes: dict[str, int],
+) -> None:
+    call = replace(CALL, config=replace(CASES[8], **changes))
+    assert {launch["attention"] for launch in ROUTE.launches(call)} == {"library"}
+    model = FastTransformer(SMALL)
+    with pytest.raises(ValueError, match="attention = 'kernel' is not one of"):
+        ROUTE.bind(model._runtime.state, call, {"attention": "kernel"})
+
+
+def test_what_failed_its_proof_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    claims: list[products_proof.Claim] = []
+
+    def refused(claim: products_proof.Claim) -> str:
+        claims.append(claim)
+        return "its first-use proof: attend differs"
+
+    monkeypatch.setattr(half_gemm, "_REFUSED", {})
+    monkeypatch.setattr(products_proof, "refusal", refused)
+    model = FastTransformer(SMALL)
+    call = replace(CALL, config=replace(CASES[8], batch_size=5))
+    with pytest.raises(RouteRefused, match="attend differs"):
+        ROUTE.bind(model._runtime.state, call, {"attention": "kernel", "parts": 2})
+    assert [(claim.config.batch_size, claim.attention) for claim in claims] == [(2, True)]
+    assert ROUTE.objections(call) == ["its first-use proof: attend differs"]
+    assert ROUTE.objections(CALL) == []
 
 
 @pytest.mark.parametrize(
@@ -117,9 +183,17 @@ def test_a_weight_beyond_float16_is_noticed() -> None:
 
 @needs_cuda
 @pytest.mark.parametrize("padding", [0.0, 0.5])
-@pytest.mark.parametrize("execution", ["eager", "graph"])
+@pytest.mark.parametrize(
+    "launch",
+    [
+        {"execution": "eager"},
+        {"execution": "eager", "parts": 2, "attention": "kernel"},
+        {"execution": "graph", "parts": 2},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("config", [replace(CASES[8], batch_size=8), SMALL], ids=["wide", "small"])
-def test_on_a_gpu(config: TransformerConfig, execution: str, padding: float) -> None:
+def test_on_a_gpu(config: TransformerConfig, launch: Launch, padding: float) -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -131,7 +205,7 @@ def test_on_a_gpu(config: TransformerConfig, execution: str, padding: float) -> 
             kind = model._runtime.classify(mask)
             call = model._contract(x, kind, compiling=False)
             assert ROUTE.objections(call) == []
-            run = ROUTE.bind(model._runtime.state, call, {"execution": execution})
+            run = ROUTE.bind(model._runtime.state, call, launch)
             for _ in range(3):
                 assert_accepted(run(x, mask if kind.masks else None), reference(x, mask))
         assert torch.equal(x, kept)

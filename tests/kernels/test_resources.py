@@ -31,7 +31,8 @@ QUICK = {(80, 12), (90, 7), (120, 12), (120, 7)}
 
 
 def quick() -> list[Variant]:
-    picked = [v for c in CAPABILITIES for v in variants(c) if (v.capability, v.case) in QUICK]
+    fused = [v for c in CAPABILITIES for v in variants(c) if isinstance(v, Variant)]
+    picked = [variant for variant in fused if (variant.capability, variant.case) in QUICK]
     return [variant for variant in picked if variant.launch.early is False or variant.case == 7]
 
 
