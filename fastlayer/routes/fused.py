@@ -178,7 +178,7 @@ class _FusedCall:
         self._sizes = sizes
         self._packed = packed
         self._device = device
-        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._index = device.index or 0
         self._masked = masked
         self._programs: OrderedDict[int, Program] = OrderedDict()
 
