@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-#: The handle of the current stream of the CUDA device with that index. Asking for the stream itself
-#: makes an object of it first, which takes longer than all else that a replay does in Python.
+#: The handle of the current stream of the CUDA device with that index, as compiled kernels take it;
+#: where torch does not tell it alone, by way of a stream object.
 current_stream: Callable[[int], int] = getattr(
     torch._C,
     "_cuda_getCurrentRawStream",

@@ -18,6 +18,7 @@ and against the device, where there is one:
     kernel       the device's own time, from events around calls that were all queued behind a pause
     back_to_back wall time a call of an unbroken row of calls
     latency      wall time of one call and its synchronisation, on an idle device
+    over_kernel  latency less kernel
 """
 
 from __future__ import annotations
@@ -105,7 +106,12 @@ def measure(config: TransformerConfig, device: str, route: str | None, samples: 
     synchronize()
     state = model._runtime.state
     _, plan = model._runtime.last
-    assert plan is not None, "free memory takes part in this decision; choose a smaller case"
+    if plan is None:
+        raise RuntimeError(
+            f"{config.label()}: its decision follows from free memory, which every call asks for; "
+            "expected a shape whose dense arithmetic takes a small share of the device. Choose a "
+            "smaller case."
+        )
 
     def burst(call: Callable[[], object]) -> Microseconds:
         return _burst(call, synchronize, samples)
@@ -125,6 +131,7 @@ def measure(config: TransformerConfig, device: str, route: str | None, samples: 
         times["kernel"] = _queued(lambda: run(x, None), samples)
         times["back_to_back"] = _row(lambda: model(x), samples)
         times["latency"] = _alone(lambda: model(x), samples)
+        times["over_kernel"] = times["latency"].minus(times["kernel"])
     return {
         "route": plan.decision.route,
         "launch": dict(plan.decision.launch),
@@ -168,22 +175,30 @@ def _burst(
 
 
 def _queued(call: Callable[[], object], samples: int) -> Microseconds:
-    """The device's time a call: the host is through before the first of them begins."""
+    """The device's time a call: the host is through before the first of them begins.
+
+    A row that the host cannot queue within the pause, or that a queue does not hold, is halved.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    taken = []
-    for _ in range(max(3, samples // 10)):
+    row, taken = _ROW, []
+    while len(taken) < max(3, samples // 10):
         torch.cuda._sleep(_PAUSE_CYCLES)
         start.record()
-        for _ in range(_ROW):
+        for _ in range(row):
             call()
         end.record()
-        if start.query():
-            raise RuntimeError(
-                f"the device began before {_ROW} calls were queued: given a pause of "
-                f"{_PAUSE_CYCLES:,} cycles; expected it to outlast them. Is the host very busy?"
-            )
+        late = start.query()
         end.synchronize()
-        taken.append(start.elapsed_time(end) * 1e-3 / _ROW)
+        if not late:
+            taken.append(start.elapsed_time(end) * 1e-3 / row)
+        elif row > 1:
+            row //= 2
+            taken.clear()
+        else:
+            raise RuntimeError(
+                f"the device began before one call was queued: given a pause of {_PAUSE_CYCLES:,} "
+                "cycles; expected it to outlast that. Is the host very busy?"
+            )
     return Microseconds.of(taken)
 
 

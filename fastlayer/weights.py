@@ -3,7 +3,8 @@
 Freshness is checked on every call. Of the parameters: each is the same object in the same place of
 the module tree, at the same address, with the same version counter. Parameters created in inference
 mode have no counter; they are compared by value with a snapshot instead. Writes through
-``parameter.data`` escape version counters: call ``FastTransformer.refresh()`` after them. Of the
+``parameter.data`` escape version counters: call ``FastTransformer.refresh()`` after them. Data that
+was replaced stays allocated until the next call looks, lest other data come to lie there. Of the
 modules: the same objects of the same classes, whose methods, settings (heads, causality, epsilon),
 own attributes and hooks are as they were.
 """
