@@ -51,9 +51,12 @@ from fastlayer.routes import ROUTE_NAMES
 #: Calls in a burst, untimed and timed: few enough that a device's queue takes them all at once.
 _UNTIMED, _BURST = 10, 40
 
-#: Calls in a row for throughput and for the device's own time, and the pause that these are queued
-#: behind, in clock cycles of the device: some 10 ms.
-_ROW = 100
+#: Calls in a row for throughput, many beside those that follow a wait.
+_ROW = 500
+
+#: Calls queued for the device's own time, at most, and the pause before them, in the device's clock
+#: cycles: some 10 ms.
+_QUEUED = 100
 _PAUSE_CYCLES = 20_000_000
 
 #: Seconds of work before a case, since clocks fall while kernels are compiled.
@@ -180,7 +183,8 @@ def _queued(call: Callable[[], object], samples: int) -> Microseconds:
     A row that the host cannot queue within the pause, or that a queue does not hold, is halved.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    row, taken = _ROW, []
+    row = _QUEUED
+    taken: list[float] = []
     while len(taken) < max(3, samples // 10):
         torch.cuda._sleep(_PAUSE_CYCLES)
         start.record()
