@@ -6,9 +6,9 @@
                 r += Wout gelu(Win' n(r + s) + b')
 
 n is LayerNorm without its affine part, which goes into the weight that reads it. s is the running
-sum of the biases that r has not been given. The bias of k is dropped: it adds the same number to
-all scores of a row, which softmax cannot tell. That of v passes attention unchanged, for weights
-sum to one, and joins what is owed.
+sum of the biases that r has not been given. q, k and v keep theirs: softmax cannot tell that of k,
+and that of v could be owed like the others, but the reference rounds them with their biases, and
+errors that are the same on both sides cancel in a comparison.
 """
 
 from __future__ import annotations
@@ -62,13 +62,11 @@ def _fold(
 ) -> tuple[FoldedLayer, torch.Tensor]:
     qkv, qkv_bias = _after_norm(*weights.packed_qkv(), weights.norm1)
     ffn_in, ffn_in_bias = _after_norm(*weights.ffn_in, weights.norm2)
-    query, _, value = qkv_bias.chunk(3)
-    between = owed + weights.out[1].double() + weights.out[0].double() @ value
+    between = owed + weights.out[1].double()
     after = between + weights.ffn_out[1].double()
-    nothing = torch.zeros_like(query)
     layer = FoldedLayer(
         qkv=qkv.to(dtype),
-        qkv_bias=torch.cat([query, nothing, nothing]).to(dtype),
+        qkv_bias=qkv_bias.to(dtype),
         out=weights.out[0].to(dtype),
         ffn_in=ffn_in.to(dtype),
         ffn_in_bias=ffn_in_bias.to(dtype),

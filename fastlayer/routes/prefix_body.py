@@ -235,7 +235,8 @@ class PrefixBody:
         for rows in self._blocks(h):
             normed = normalise(h[rows], layer.shift1, dtype)
             torch.mm(layer.qkv[: 2 * width], normed.t(), out=across[:, rows])
-            torch.mm(normed, layer.qkv[2 * width :].t(), out=values[rows])
+            _linear(normed, layer.qkv[2 * width :], layer.qkv_bias[2 * width :], values[rows])
+        # k does without: a bias along columns is a pass of its own, and softmax cannot tell it.
         across[:width, :tokens].add_(layer.qkv_bias[:width, None])
         q, k = (t.view(self._heads, -1, columns)[:, :, :tokens] for t in across.split(width))
         v = values.view(tokens, self._heads, -1).transpose(0, 1)
