@@ -347,6 +347,8 @@ class BaseArm(Model):
     head: Ratio | None = None
     base: Ratio | None = None
     p_value: Annotated[float, Field(ge=0, le=1)] | None = None  #: one-sided, all looks allowed for
+    process_ratios: tuple[Positive, ...] = ()  #: the ratio in each set of fresh processes
+    process_controls: tuple[Positive, ...] = ()  #: the head against itself in each set
     tail: tuple[str, ...] = ()
 
     @model_validator(mode="after")

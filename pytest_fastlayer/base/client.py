@@ -132,6 +132,7 @@ class Child:
         self._whose = whose
         self._log = log
         self._events: list[dict[str, Any]] = []
+        self._is_ready = False
         mine, theirs = socket.socketpair()
         job = request.job(tree, case, device) | {"end": theirs.fileno()}
         script = Path(__file__).with_name("child.py")
@@ -157,7 +158,7 @@ class Child:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close(patience_s=FAREWELL_S if error is None else 0.0)
+        self.close(patience_s=FAREWELL_S if error is None and self._is_ready else 0.0)
 
     def close(self, patience_s: float = FAREWELL_S) -> None:
         """End the process, by force if it takes longer, together with what it started."""
@@ -181,7 +182,9 @@ class Child:
 
     def ready(self) -> dict[str, Any]:
         """What the pair says of itself once the test has made it. Raises ArmError."""
-        return self._await("pair", "make its pair")
+        facts = self._await("pair", "make its pair")
+        self._is_ready = True
+        return facts
 
     def ask(self, do: str, **order: Any) -> dict[str, Any]:
         """The answer to an order. Raises ArmError, also when the answer is an error."""

@@ -17,7 +17,8 @@ from pytest_fastlayer.immutable import held_objects
 if TYPE_CHECKING:
     from pytest_fastlayer.base.arms import ServedPair
 
-_OWN = "pytest_fastlayer"
+#: The gate's own package is meant to be the head's, wherever that is.
+_OWN = Path(__file__).resolve().parents[1]
 
 
 def _file(module: ModuleType) -> Path | None:
@@ -25,17 +26,12 @@ def _file(module: ModuleType) -> Path | None:
     return Path(name).resolve() if isinstance(name, str) else None
 
 
-def _is_own(name: str) -> bool:
-    return name == _OWN or name.startswith(f"{_OWN}.")
-
-
 def foreign(pair: ServedPair, tree: Path, other: Path) -> list[str]:
     """Modules in use that are not the tree's own though they should be, each with its file.
 
     Two ways lead there: a module of the ``other`` tree (the head), as an import hook of an
     editable install gives it; and the project itself, installed for good, where the tree's own
-    copy of it lies where nothing on the path leads to. This gate's own modules are meant to be
-    the head's.
+    copy of it lies where nothing on the path leads to.
     """
     found = dict(_leaked(tree, other))
     project = _project_name(tree)
@@ -52,7 +48,7 @@ def _leaked(tree: Path, other: Path) -> Iterator[tuple[str, Path]]:
     inner = tree.is_relative_to(other)
     for name, module in list(sys.modules.items()):
         file = _file(module)
-        if file is None or _is_own(name) or is_environment(file):
+        if file is None or file.is_relative_to(_OWN) or is_environment(file):
             continue
         mine = file.is_relative_to(tree) and (inner or not file.is_relative_to(other))
         if file.is_relative_to(other) and not mine:
@@ -66,7 +62,7 @@ def _packages(pair: ServedPair) -> set[str]:
         named = one if hasattr(one, "__module__") else type(one)
         module = one.__name__ if isinstance(one, ModuleType) else named.__module__
         names.add(str(module).partition(".")[0])
-    return {name for name in names if name in sys.modules and not _is_own(name)}
+    return names & sys.modules.keys() - {_OWN.name}
 
 
 def _project_name(tree: Path) -> str | None:

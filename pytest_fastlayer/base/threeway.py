@@ -5,20 +5,19 @@ the pair's own tolerance. Then base, head and reference are timed in processes o
 differ in the tree they were started in and in the arm they are asked for, and in nothing else. How
 far two such processes differ with *one* arm is measured too: the head of the reference's process
 against the head of its own is the A/A control, so a difference between processes raises the floor
-and is not taken for one between trees.
+and is not taken for one between trees. A difference that is left is looked for once more in fresh
+processes before it is believed (``judging.Processes``).
 """
 
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from pytest_fastlayer import accuracy, gate, timing
@@ -26,12 +25,13 @@ from pytest_fastlayer import statistics as stats
 from pytest_fastlayer.base import judging
 from pytest_fastlayer.base.arms import FIRST_SEED, ServedPair, digest
 from pytest_fastlayer.base.client import ArmError, Child, RemoteArm, RemoteClock, Request
+from pytest_fastlayer.base.figures import ProcessSet, summarize
 from pytest_fastlayer.base.rounds import ArmName, Rounds, measure_rounds
 from pytest_fastlayer.measurement import FIRST_TIMED_SEED, MIN_PAIRS, Progress, Schedule, arguments
 from pytest_fastlayer.nvml import NvmlMonitor
 from pytest_fastlayer.outputs import leaves
-from pytest_fastlayer.records import BaseArm, Ratio, RootMeanSquare, Verdict
-from pytest_fastlayer.samples import PairedSamples, usable_quads
+from pytest_fastlayer.records import BaseArm, RootMeanSquare, Verdict
+from pytest_fastlayer.samples import PairedSamples
 
 #: Head and base get blocks of one size unless their costs differ by more than this factor.
 ALIKE = 1.5
@@ -125,62 +125,76 @@ class _ThreeWay:
         ask = self._ask
         monitor = NvmlMonitor(ask.device) if ask.device.type == "cuda" else None
         company = monitor.other_processes() if monitor is not None else 0
-        with ExitStack() as stack:
-            ask.progress(f"base {self._request.base.rev}: starting its test")
-            base = stack.enter_context(self._start("base"))
-            facts = base.ready()
-            self._refuse_others(facts)
-            ask.progress("base: accuracy")
-            measured = self._accuracy(base)
-            described = base.ask("describe")
-            told = {name: described[name] for name in ("route", "launch")}
-            if not measured.passed:
-                return _record(
-                    self._request,
-                    status="incorrect",
-                    verdict=Verdict.INCORRECT,
-                    reason=f"{measured.failed:,} of {measured.total:,} elements are out of "
-                    "tolerance against this tree's reference",
-                    accuracy=measured,
-                    **told,
+        sets: list[ProcessSet] = []
+        checked: dict[str, Any] = {}
+        while True:
+            with ExitStack() as stack:
+                ask.progress(f"base {self._request.base.rev}: starting its test")
+                # A context on a GPU takes seconds, so all are started at once; a CPU's cores are
+                # not spent on arms of a base that cannot serve.
+                is_patient = not sets and ask.device.type == "cpu"
+                own = ("head", "reference")
+                children = self._start(stack, "base", *(() if is_patient else own))
+                facts = children["base"].ready()
+                if not sets:
+                    self._refuse_others(facts)
+                    checked = self._check(children["base"])
+                    if not checked["accuracy"].passed:
+                        return _record(self._request, **checked)
+                if is_patient:
+                    children |= self._start(stack, *own)
+                for name in own:
+                    children[name].ready()
+                if not sets:
+                    self._check_head(children["head"])
+                clock = RemoteClock(
+                    facts["clock"],
+                    facts["resolution_s"],
+                    facts["settle_s"],
+                    tuple(children.values()),
                 )
-            ask.progress("base: starting this tree's own arms")
-            others = {
-                name: stack.enter_context(self._start(name)) for name in ("head", "reference")
-            }
-            for child in others.values():
-                child.ready()
-            self._check_head(others["head"])
-            if ask.device.type == "cuda":
-                torch.cuda.empty_cache()  # what this process keeps for later is the children's now
-            children = {"reference": others["reference"], "base": base, "head": others["head"]}
-            clock = RemoteClock(
-                facts["clock"], facts["resolution_s"], facts["settle_s"], tuple(children.values())
-            )
+                forwards = sets[0].rounds.forwards if sets else None
+                sets.append(self._measure(children, clock, monitor, forwards))
             try:
-                figures = self._time(children, clock, monitor, company)
+                figures = summarize(sets, ask.schedule, clock, ask.policy, company)
             except stats.SamplesError as error:
-                return _record(
-                    self._request,
-                    status="unresolvable",
-                    verdict=error.verdict,
-                    reason=str(error),
-                    accuracy=measured,
-                    **told,
-                )
-        return _record(self._request, status="measured", accuracy=measured, **told, **figures)
+                told = {"status": "unresolvable", "verdict": error.verdict, "reason": str(error)}
+                return _record(self._request, **checked | told)
+            if not judging.wants_more(figures["verdict"], figures["timing"], len(sets)):
+                return _record(self._request, status="measured", **checked, **figures)
+            ask.progress(f"base: {figures['timing'].speedup:.3f}x, once more in fresh processes")
 
-    def _start(self, name: str) -> Child:
+    def _check(self, base: Child) -> dict[str, Any]:
+        """Accuracy, route and launch of the base, with the status where it is wrong."""
+        self._ask.progress("base: accuracy")
+        measured = self._accuracy(base)
+        described = base.ask("describe")
+        found = {name: described[name] for name in ("route", "launch")} | {"accuracy": measured}
+        if measured.passed:
+            return found
+        return found | {
+            "status": "incorrect",
+            "verdict": Verdict.INCORRECT,
+            "reason": f"{measured.failed:,} of {measured.total:,} elements are out of tolerance "
+            "against this tree's reference",
+        }
+
+    def _start(self, stack: ExitStack, *names: str) -> dict[str, Child]:
+        """The processes of these arms, which end with ``stack``."""
         base = self._request.base
-        tree = base.tree if name == "base" else base.head
-        return Child(
-            self._request,
-            tree,
-            case=self._ask.pair.name,
-            device=str(self._ask.device),
-            log=self._folder / f"{name}.log",
-            whose="" if name == "base" else f"this tree's own {name}",
-        )
+        return {
+            name: stack.enter_context(
+                Child(
+                    self._request,
+                    base.tree if name == "base" else base.head,
+                    case=self._ask.pair.name,
+                    device=str(self._ask.device),
+                    log=self._folder / f"{name}.log",
+                    whose="" if name == "base" else f"this tree's own {name}",
+                )
+            )
+            for name in names
+        }
 
     def _refuse_others(self, facts: Mapping[str, Any]) -> None:
         """A base that is another workload, or that runs this tree's code, is no base."""
@@ -233,15 +247,18 @@ class _ThreeWay:
 
     # -- time -------------------------------------------------------------------------------
 
-    def _time(
+    def _measure(
         self,
         children: Mapping[str, Child],
         clock: RemoteClock,
         monitor: NvmlMonitor | None,
-        company: int,
-    ) -> dict[str, Any]:
+        forwards: Mapping[ArmName, int] | None,
+    ) -> ProcessSet:
+        """All rounds and the control of one set of processes; ``forwards`` as of an earlier one."""
         ask = self._ask
-        plan, cold = ask.schedule.plan(), ask.schedule.l2 == "cold"
+        if ask.device.type == "cuda":
+            torch.cuda.empty_cache()  # what this process keeps for later is the children's now
+        plan = ask.schedule.plan()
         arms: dict[ArmName, RemoteArm] = {
             "base": RemoteArm(children["base"], "candidate"),
             "head": RemoteArm(children["head"], "candidate"),
@@ -251,54 +268,18 @@ class _ThreeWay:
         settle_s = plan.settle(clock)
         ask.progress(f"base: settling {len(arms)} arms for {settle_s:.1f} s")
         costs = timing.settle_arms(arms, settle_s, clock, plan)  # type: ignore[arg-type]
-        rounds = Rounds(_forwards(costs, plan), clock.resolution_s)
-
-        def more(first_seed: int) -> None:
-            measure_rounds(
-                rounds,
-                arms,
-                clock,
-                plan,
-                monitor=monitor,
-                first_seed=first_seed,
-                progress=ask.progress,
-            )
-
-        started = time.monotonic()
-        more(FIRST_TIMED_SEED)
+        rounds = Rounds(forwards or _forwards(costs, plan), clock.resolution_s)
+        measure_rounds(
+            rounds,
+            arms,
+            clock,
+            plan,
+            monitor=monitor,
+            first_seed=FIRST_TIMED_SEED,
+            progress=ask.progress,
+        )
         control = self._control(children, clock, monitor, rounds.forwards["head"])
-        extensions = 0
-        while True:
-            telemetry = timing.Telemetry(settle_s=settle_s, other_processes=company)
-            telemetry.requested_pairs = 2 * plan.quads * (extensions + 1)
-            telemetry.measured_pairs = 2 * len(rounds.orders)
-            samples = rounds.pair("base", "head", telemetry, cold=cold)
-            summary = stats.summarize(
-                samples,
-                control=control,
-                control_arm="candidate",
-                method=telemetry.method(clock, plan),
-                min_effect=ask.schedule.min_effect,
-                extensions=extensions,
-                dropped_reasons=telemetry.dropped_reasons(),
-                clocks=telemetry.clocks(),
-                warnings=telemetry.warnings(),
-            )
-            effect = stats.minimum_detectable_effect(summary, judging.UNITY)
-            summary = summary.model_copy(update={"min_detectable_effect": effect})
-            verdict = judging.verdict(summary, ask.policy)
-            if verdict is not Verdict.INCONCLUSIVE or extensions == gate.MAX_EXTENSIONS:
-                break
-            extensions += 1
-            ask.progress(f"base: undecided, extension {extensions} of {gate.MAX_EXTENSIONS}")
-            more(FIRST_TIMED_SEED + len(rounds.orders))
-        ask.progress(f"base: {summary.speedup:.3f}x after {time.monotonic() - started:.0f} s")
-        return {
-            "timing": summary,
-            "verdict": verdict,
-            "p_value": judging.p_value(summary),
-            **self._over_reference(rounds, cold),
-        }
+        return ProcessSet(rounds, control)
 
     def _control(
         self,
@@ -319,21 +300,6 @@ class _ThreeWay:
             monitor=monitor,
             before_quad=lambda quad: clock.renew(FIRST_TIMED_SEED + quad),
         )
-
-    def _over_reference(self, rounds: Rounds, cold: bool) -> dict[str, Any]:
-        """What head and base gain over the reference, where that was timed with them."""
-        if not self._with_reference:
-            return {}
-        found: dict[str, Any] = {}
-        names: tuple[ArmName, ...] = ("head", "base")
-        for name in names:
-            samples = rounds.pair("reference", name, timing.Telemetry(), cold=cold)
-            usable = usable_quads(samples)
-            low, high = stats.interval(usable.quad_ratios)
-            point = float(np.exp(np.median(usable.quad_ratios)))
-            found[name] = Ratio(value=point, ci=(float(np.exp(low)), float(np.exp(high))))
-            found["reference_s"] = float(np.median(usable.reference_s))
-        return found
 
 
 def _forwards(costs: Mapping[str, float], plan: timing.Plan) -> dict[ArmName, int]:

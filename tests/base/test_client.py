@@ -238,7 +238,9 @@ def test_a_module_of_the_head_in_the_base_is_found(tmp_path, monkeypatch):
     head, base = trees(tmp_path)
     module(monkeypatch, "stranger_ops", head.top / "src" / "stranger_ops.py")
     module(monkeypatch, "stranger_own", base.top / "src" / "stranger_own.py")
-    module(monkeypatch, "pytest_fastlayer.beside", head.top / "pytest_fastlayer" / "beside.py")
+    monkeypatch.setattr(origin, "_OWN", head.top / "pytest_fastlayer")
+    for name in ("pytest_fastlayer.beside", "__main__"):
+        module(monkeypatch, name, head.top / "pytest_fastlayer" / "base" / "child.py")
     found = origin.foreign(Pair(len), base.top, head.top)
     assert found == [f"stranger_ops ({head.top / 'src' / 'stranger_ops.py'})"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "baselines"))
 from makers import base, case, timing
 
-from pytest_fastlayer import gate
+from pytest_fastlayer import gate, statistics
 from pytest_fastlayer.base import judging
 from pytest_fastlayer.records import Comparison, Verdict
 
@@ -19,6 +20,11 @@ POLICY = gate.Policy()
 
 def against(ratio, low, high, floor=0.02, **changes):
     return timing(ratio, floor, ci=(low, high), pairs=60, **changes)
+
+
+def sets(ratio, number=2, control=1.001):
+    logs = math.log(ratio), math.log(control)
+    return judging.Processes((logs[0],) * number, (logs[1],) * number, 0.01)
 
 
 @pytest.mark.parametrize(
@@ -34,28 +40,67 @@ def against(ratio, low, high, floor=0.02, **changes):
     ],
 )
 def test_verdict_of_an_interval(ratio, ci, expected):
-    assert judging.verdict(against(ratio, *ci), POLICY) is expected
+    assert judging.verdict(against(ratio, *ci), sets(ratio), POLICY) is expected
 
 
 def test_a_run_of_many_cases_asks_for_more():
-    weak = against(0.965, 0.951, 0.979)
-    assert judging.verdict(weak, POLICY) is Verdict.SLOWER
-    assert judging.verdict(weak, gate.Policy(family_size=100)) is Verdict.INCONCLUSIVE
+    weak = against(0.965, 0.951, 0.979), sets(0.965)
+    assert judging.verdict(*weak, POLICY) is Verdict.SLOWER
+    assert judging.verdict(*weak, gate.Policy(family_size=100)) is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize(("ratio", "once"), [(0.9, Verdict.INCONCLUSIVE), (1.1, Verdict.PASS)])
+def test_a_difference_is_believed_when_fresh_processes_show_it_again(ratio, once):
+    seen = against(ratio, 0.99 * ratio, 1.01 * ratio)
+    first = judging.verdict(seen, sets(ratio, 1), POLICY)
+    assert first is once
+    assert judging.wants_more(first, seen, 1)
+    again = judging.verdict(seen, sets(ratio, 2), POLICY)
+    assert again is (Verdict.SLOWER if ratio < 1 else Verdict.FASTER)
+    assert not judging.wants_more(again, seen, 2)
+
+
+def test_what_one_process_has_for_life_is_no_difference_of_trees():
+    """However tight the interval: the control says that processes differ by as much."""
+    seen = against(0.95, 0.949, 0.951)
+    assert judging.verdict(seen, sets(0.95, 2, control=0.96), POLICY) is Verdict.INCONCLUSIVE
+    split = judging.Processes((math.log(0.9), 0.0), (0.0, 0.0), 0.01)
+    assert judging.verdict(seen, split, POLICY) is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize(
+    ("verdict", "number", "more"),
+    [
+        (Verdict.INCONCLUSIVE, 3, True),
+        (Verdict.INCONCLUSIVE, 4, False),
+        (Verdict.PASS, 1, False),
+        (Verdict.SLOWER, 2, False),
+    ],
+)
+def test_how_long_it_goes_on(verdict, number, more):
+    assert judging.wants_more(verdict, against(1.0, 0.99, 1.01), number) is more
 
 
 def test_every_look_is_paid_for():
-    first = against(0.965, 0.951, 0.979)
-    # A look later the same interval is of a higher confidence, so its standard error is smaller;
-    # the p-value is of that error, four times for two looks.
-    later = against(0.965, 0.951, 0.979, extensions=3)
-    assert 0 < judging.p_value(first) < 0.05
-    assert judging.p_value(later) < 1
-    assert judging.p_value(against(1.0, 0.9, 1.1)) == 1
+    def raw(timing):
+        return statistics.compare_ratio(timing, judging.UNITY).p_value
+
+    for extensions, price in ((0, 2), (1, 4), (3, 16)):
+        seen = against(0.965, 0.945, 0.985, extensions=extensions)
+        assert judging.p_value(seen, sets(0.965)) == pytest.approx(price * raw(seen))
+    assert judging.p_value(against(1.0, 0.9, 1.1), sets(1.0)) == 1
 
 
 def test_gain_and_drop_mirror_each_other():
     drop, gain = against(0.95, 0.94, 0.96), against(1 / 0.95, 1 / 0.96, 1 / 0.94)
-    assert judging.p_value(drop) == pytest.approx(judging.p_value(gain, gain=True))
+    mirrored = judging.p_value(gain, sets(1 / 0.95), gain=True)
+    assert judging.p_value(drop, sets(0.95)) == pytest.approx(mirrored)
+
+
+def test_identical_sets_without_scatter_are_certain():
+    exact = judging.Processes((math.log(0.9),) * 2, (0.0, 0.0), 0.01)
+    assert exact.p_value() == 0
+    assert exact.p_value(gain=True) == 1
 
 
 SLOWER, PASS, FASTER = Verdict.SLOWER, Verdict.PASS, Verdict.FASTER

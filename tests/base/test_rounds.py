@@ -12,11 +12,14 @@ import pytest
 from pytest_fastlayer import gate
 from pytest_fastlayer import statistics as stats
 from pytest_fastlayer.base import judging
+from pytest_fastlayer.base.figures import ProcessSet, summarize
 from pytest_fastlayer.base.rounds import Rounds, measure_rounds
-from pytest_fastlayer.clocks import BlockTime
+from pytest_fastlayer.clocks import BlockTime, CpuClock
+from pytest_fastlayer.measurement import Schedule
 from pytest_fastlayer.nvml import ClockReading
 from pytest_fastlayer.plan import Plan
-from pytest_fastlayer.records import Method, Verdict
+from pytest_fastlayer.records import Verdict
+from pytest_fastlayer.samples import PairedSamples
 from pytest_fastlayer.telemetry import Telemetry
 
 NAMES = ("reference", "base", "head")
@@ -118,29 +121,58 @@ def test_a_moved_clock_drops_its_pair_of_every_ratio_it_touches():
     assert found.pair("base", "head", Telemetry()).keep is None
 
 
-def simulated(generator, slower, rounds=30, noise=0.01):
-    """A noisy run with a drift, the head ``slower`` times the base's time."""
+SCHEDULE = Schedule(
+    pairs=60, settle_s=0, block_ms=1, budget_s=60, l2="warm", min_effect=0.01, control=1 / 3
+)
+
+
+def process_set(generator, slower, noise=0.01, spread=0.0):
+    """One set of noisy processes under a drift, the head ``slower`` times the base's time.
+
+    ``spread`` is the standard deviation of what a process has for life.
+    """
     drift = generator.gauss(0, 0.003)
+    factors = {name: generator.lognormvariate(0, spread) for name in NAMES}
 
     def cost(name, i):
-        factor = slower if name == "head" else 1.0
-        return factor * math.exp(drift * i) * generator.lognormvariate(0, noise)
+        life = factors[name] * (slower if name == "head" else 1.0)
+        return life * math.exp(drift * i) * generator.lognormvariate(0, noise)
 
-    found, _ = measured(cost, rounds=rounds)
-    return stats.summarize(
-        found.pair("base", "head", Telemetry()),
-        method=Method(clock="cpu_clock", settle_s=0, block_ms=1),
-        min_effect=0.01,
+    rounds, _ = measured(cost, rounds=30)
+    control = PairedSamples(
+        reference_s=tuple(
+            factors["reference"] * slower * generator.lognormvariate(0, noise) for _ in range(20)
+        ),
+        candidate_s=tuple(cost("head", 0) for _ in range(20)),
+        order=("AB", "BA") * 10,
+        forwards=(1, 1),
+        resolution_s=1e-9,
     )
+    return ProcessSet(rounds, control)
+
+
+def verdict(generator, slower, **noise):
+    """As a run reaches it: one more set while there may be something to decide."""
+    policy, sets = gate.Policy(), []
+    while True:
+        sets.append(process_set(generator, slower, **noise))
+        found = summarize(sets, SCHEDULE, CpuClock(), policy)
+        if not judging.wants_more(found["verdict"], found["timing"], len(sets)):
+            return found["verdict"]
 
 
 @pytest.mark.parametrize(
-    ("slower", "expected", "least", "most"),
-    [(1.0, Verdict.SLOWER, 0, 2), (1.05, Verdict.SLOWER, 57, 60), (0.95, Verdict.FASTER, 57, 60)],
+    ("slower", "spread", "expected", "least", "most"),
+    [
+        (1.0, 0.0, Verdict.SLOWER, 0, 1),
+        (1.0, 0.002, Verdict.SLOWER, 0, 1),
+        (1.0, 0.04, Verdict.SLOWER, 0, 2),
+        (1.05, 0.002, Verdict.SLOWER, 38, 40),
+        (0.95, 0.002, Verdict.FASTER, 38, 40),
+    ],
 )
-def test_alarms_and_detections(slower, expected, least, most):
-    """Sixty runs of each: equal arms alarm at most at the stated rate, 5% is found."""
+def test_alarms_and_detections(slower, spread, expected, least, most):
+    """Forty runs of each: equal trees hardly ever alarm, however processes differ; 5% is found."""
     generator = random.Random(20261130)
-    policy = gate.Policy()
-    verdicts = [judging.verdict(simulated(generator, slower), policy) for _ in range(60)]
+    verdicts = [verdict(generator, slower, spread=spread) for _ in range(40)]
     assert least <= verdicts.count(expected) <= most

@@ -82,6 +82,7 @@ def test_a_slowed_head_is_slower_than_its_base(outcome, repository):
     assert case["verdict"] == case["base"]["verdict"] == "SLOWER"
     assert case["base"]["timing"]["speedup"] == pytest.approx(1 / 1.05, rel=0.01)
     assert case["base"]["timing"]["ci"][1] < 0.98
+    assert len(case["base"]["process_ratios"]) == len(case["base"]["process_controls"]) == 2
     assert case["base"]["commit"] == git(repository, "rev-parse", "HEAD~1")
     assert "SLOWER: slower: the speed is 0.95" in done.stdout
     assert done.returncode == 1
