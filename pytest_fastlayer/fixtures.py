@@ -124,10 +124,10 @@ def _base_request(item: pytest.Item) -> Request | None:
     base = config.stash.get(BASE, None)
     if base is None:
         return None
-    from pytest_fastlayer.base.client import Request, neutral_arguments
+    from pytest_fastlayer.base.client import Request, passed_on
 
     settings = config.stash[SETTINGS]
-    arguments = neutral_arguments(config.pluginmanager.hasplugin)
+    arguments = passed_on(config)
     if settings.reference is not None:
         arguments += (f"--fastlayer-reference={config.invocation_params.dir / settings.reference}",)
     return Request(base, item.nodeid, arguments, config.inipath, settings.base_timeout_s)

@@ -205,6 +205,7 @@ class Workbench:
                 case = self._time(pair, checked, device)
             case = self._judge(pair, case, header)
         if self.base is not None and case.timing is not None:
+            checked = replace(checked, spare=None)  # an output's memory, which the base may need
             with devices.device_lock(key, exclusive=True):
                 base = against_base(self.base, self._question(pair, checked, device))
             case = judging.settle(case, base, name=pair.name, policy=self.policy())

@@ -16,7 +16,7 @@ from pytest_fastlayer.base import origin
 from pytest_fastlayer.base.protocol import Channel
 from pytest_fastlayer.clocks import Clock, collect_garbage
 from pytest_fastlayer.immutable import FrozenReference
-from pytest_fastlayer.measurement import Feed, Tap, arguments, synchronize
+from pytest_fastlayer.measurement import Feed, arguments, synchronize
 from pytest_fastlayer.outputs import leaves
 
 #: Share of a block that runs untimed before it: the other arms' processes had the caches, and
@@ -78,6 +78,17 @@ def portable(output: object) -> dict[str, Any]:
     return {path: carried(value) for path, value in leaves(output)}
 
 
+class Fed:
+    """A callable on a feed. What it returns is let go at once: three processes share a device."""
+
+    def __init__(self, function: Callable[..., Any], feed: Feed) -> None:
+        self._function = function
+        self._feed = feed
+
+    def __call__(self) -> None:
+        self._function(*self._feed.args)
+
+
 class Arms:
     """Obeys the run's commands for one pair."""
 
@@ -87,9 +98,9 @@ class Arms:
         self._device = torch.device(job["device"])
         self._clock: Clock = timing.clock_for(self._device)
         self._feed = Feed(arguments(pair.inputs, FIRST_SEED), pair.inputs)
-        self._taps = {
-            "reference": Tap(pair.reference.target, self._feed),
-            "candidate": Tap(pair.candidate, self._feed),
+        self._arms = {
+            "reference": Fed(pair.reference.target, self._feed),
+            "candidate": Fed(pair.candidate, self._feed),
         }
 
     def obey(self, channel: Channel) -> None:
@@ -148,10 +159,10 @@ class Arms:
 
     def _block(self, arm: str, forwards: int, cold: bool) -> dict[str, Any]:
         """One timed block; its seconds are of the whole block."""
-        tap = self._taps[arm]
+        fed = self._arms[arm]
         for _ in range(round(WARM_SHARE * forwards)):
-            tap()
-        block = self._clock.block(tap, forwards, cold=cold)
+            fed()
+        block = self._clock.block(fed, forwards, cold=cold)
         patched = timing.patched_timers()
         if patched:
             raise timing.TimerPatchedError(f"{', '.join(patched)} replaced in the arm's process")

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,9 +88,20 @@ class Request:
         }
 
 
-def neutral_arguments(has_plugin: Callable[[str], bool]) -> tuple[str, ...]:
-    """Arguments that quieten the plugins in use that would disturb a served test."""
-    return tuple(argument for name, argument in _NEUTRAL.items() if has_plugin(name))
+def passed_on(config: pytest.Config) -> tuple[str, ...]:
+    """Arguments of this run that a served test needs too, and those that keep it in our hands.
+
+    What decides how its modules are found and which plugins it has: options of other plugins, or
+    of a conftest, are not known well enough to be passed on.
+    """
+    option = config.option
+    overridden = [("-o", one) for one in option.override_ini or ()]
+    plugins = [("-p", name) for name in option.plugins or ()]
+    return (
+        f"--import-mode={option.importmode}",
+        *(argument for pair in (*overridden, *plugins) for argument in pair),
+        *(quiet for name, quiet in _NEUTRAL.items() if config.pluginmanager.hasplugin(name)),
+    )
 
 
 def _search_path(head: Tree, tree: Tree) -> tuple[list[str], list[str]]:

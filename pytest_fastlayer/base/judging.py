@@ -133,7 +133,8 @@ def settle(case: CaseRecord, base: BaseArm, *, name: str, policy: gate.Policy) -
         if name in policy.accepted:
             decided, reason = Verdict.PASS, f"{said(base)}, accepted by name, would be SLOWER"
     else:
-        reason = f"{gate.cleared(case.timing, policy)}; {said(base)}"
+        own = case.reason if case.is_diagnostic else gate.cleared(case.timing, policy)
+        reason = f"{own}; {said(base)}"
     return case.model_copy(update={"verdict": decided, "reason": reason + aside})
 
 

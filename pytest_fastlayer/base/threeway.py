@@ -130,6 +130,7 @@ class _ThreeWay:
         while True:
             with ExitStack() as stack:
                 ask.progress(f"base {self._request.base.rev}: starting its test")
+                self._release()
                 # A context on a GPU takes seconds, so all are started at once; a CPU's cores are
                 # not spent on arms of a base that cannot serve.
                 is_patient = not sets and ask.device.type == "cpu"
@@ -163,6 +164,11 @@ class _ThreeWay:
             if not judging.wants_more(figures["verdict"], figures["timing"], len(sets)):
                 return _record(self._request, status="measured", **checked, **figures)
             ask.progress(f"base: {figures['timing'].speedup:.3f}x, once more in fresh processes")
+
+    def _release(self) -> None:
+        """What this process keeps of a GPU's memory for later is the arms' now."""
+        if self._ask.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _check(self, base: Child) -> dict[str, Any]:
         """Accuracy, route and launch of the base, with the status where it is wrong."""
@@ -234,16 +240,14 @@ class _ThreeWay:
         return trial.record.rms_vs_float64
 
     def _check_head(self, head: Child) -> None:
-        """The head's process must compute what the head was accepted for in this one."""
+        """The head's process must compute what this one's candidate was accepted for."""
         ask = self._ask
         remote = Remote(head, self._folder / "head.pt", ask.pair.inputs)
         trial = accuracy.check_trials(
-            flat(ask.pair.reference), remote, remote.feed, [FIRST_SEED], ask.tolerance
+            flat(ask.pair.candidate), remote, remote.feed, [FIRST_SEED], ask.tolerance
         )
         if not trial.passed:
-            raise head.error(
-                "failed", "it is out of tolerance there, though it was not in the run's own process"
-            )
+            raise head.error("failed", "it computes something else than in the run's own process")
 
     # -- time -------------------------------------------------------------------------------
 
@@ -256,8 +260,7 @@ class _ThreeWay:
     ) -> ProcessSet:
         """All rounds and the control of one set of processes; ``forwards`` as of an earlier one."""
         ask = self._ask
-        if ask.device.type == "cuda":
-            torch.cuda.empty_cache()  # what this process keeps for later is the children's now
+        self._release()
         plan = ask.schedule.plan()
         arms: dict[ArmName, RemoteArm] = {
             "base": RemoteArm(children["base"], "candidate"),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import types
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -123,8 +124,14 @@ def test_a_channel_tells_an_end_from_a_wait():
         channel.send({"do": "stop"})
 
 
-def test_plugins_in_use_are_quietened():
-    assert client.neutral_arguments({"xdist", "timeout"}.__contains__) == ("-n0", "--timeout=0")
+def test_what_a_served_test_needs_of_the_run_is_passed_on(pytester):
+    config = pytester.parseconfig("-p", "pytester", "-o", "xfail_strict=1", "--import-mode=append")
+    found = client.passed_on(config)
+    assert found[0] == "--import-mode=append"
+    assert ("-o", "xfail_strict=1") in pairwise(found)
+    assert ("-p", "pytester") in pairwise(found)
+    assert "-n0" in found
+    assert "--timeout=0" not in found
 
 
 # -- trees ------------------------------------------------------------------------------------

@@ -159,6 +159,13 @@ def test_a_stored_complaint_that_gives_way_is_told():
     assert "the stored baseline alone would say SLOWER" in after.reason
 
 
+def test_an_oracle_s_ratio_is_no_claim_beside_the_base_either():
+    before = case(reference_kind="oracle", reason="a diagnostic")
+    after = judging.settle(before, base(PASS, 1.0), name="a", policy=POLICY)
+    assert after.verdict is PASS
+    assert after.reason.startswith("a diagnostic; the speed is 1.000x")
+
+
 STORED = Comparison(
     baseline="x", provenance="measured", ratio=0.9, ci=(0.89, 0.91), threshold=0.02, p_value=1e-9
 )
