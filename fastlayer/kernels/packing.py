@@ -7,7 +7,9 @@ alone is folded once, in float64, and rounded once, to float16 (biases to float3
     beta        into that weight's bias,                          b' = b + W beta
     scale       head_dim**-0.5 * log2(e) into Q, so that softmax is exp2 of the raw product
     K's bias    dropped: it adds one constant to all scores of a query, and softmax ignores it
-    V's bias    (with beta) into the output projection's bias, since probabilities sum to one
+
+V's bias would fit the output projection's, but the reference rounds V with it: rounding the same
+numbers as the reference rounds, most errors are the same, and cancel in a comparison with it.
 
 ``score_bounds`` bound the raw product of each layer, in powers of two, over every possible input:
 ``|n(x)| <= sqrt(d)`` and ``n(x)`` has no mean, so with ``A = Wq' (I - 11^T/d)`` and ``B`` likewise
@@ -37,7 +39,8 @@ class FusedWeights:
         qkv: ``[L, W, 3 G]`` float16, columns Q, K, V, each by head group.
         out: ``[L, G, W]`` float16.
         ffn_in, ffn_out: ``[L, W, F]`` and ``[L, F, W]`` float16.
-        biases: ``[L, G + W + F + W]`` float32: of Q, of the output projection, of both FFN layers.
+        biases: ``[L, 3 G + W + F + W]`` float32: of Q, K (zero) and V, of the output projection, of
+            both FFN layers.
         final: ``[2, W]`` float32, the last norm's weight and bias.
         score_bounds: per layer, the largest possible ``|q k|`` in powers of two.
         overflow: whether a folded weight left float16's range, in which case no kernel may run.
@@ -106,8 +109,8 @@ class _Layer:
         self.ffn_out = _pad(_pad(w2.T, 0, hidden), 1, width)
         self.biases = torch.cat(
             [
-                _by_group(query_bias[None], sizes)[0],
-                _pad(bo + wo @ (bv + wv @ beta1), 0, width),
+                *_by_group(torch.stack([query_bias, 0 * bv, bv + wv @ beta1]), sizes),
+                _pad(bo, 0, width),
                 _pad(b1 + w1 @ beta2, 0, hidden),
                 _pad(b2, 0, width),
             ]

@@ -64,8 +64,8 @@ def single_kernel(
     for layer in tl.range(0, LAYERS, num_stages=1):
         qkv = qkv_ptr + layer * (3 * W * G)
         wo = wo_ptr + layer * (G * W)
-        bias = bias_ptr + layer * (G + 2 * W + F)
-        bo = tl.load(bias + G + cols)
+        bias = bias_ptr + layer * (3 * G + 2 * W + F)
+        bo = tl.load(bias + 3 * G + cols)
         h = normalise(x, D).to(tl.float16)
         x += bo[None, :]
         for g in tl.range(0, GROUPS, num_stages=STAGES):
@@ -77,7 +77,7 @@ def single_kernel(
             w_out = tl.load(wo + column[:, None] * W + cols[None, :])
             q = (tl.dot(h, wq) + tl.load(bias + column)[None, :]).to(tl.float16)
             k = tl.trans(tl.dot(h, wk).to(tl.float16))
-            v = tl.dot(h, wv).to(tl.float16)
+            v = (tl.dot(h, wv) + tl.load(bias + 2 * G + column)[None, :]).to(tl.float16)
             if HEADS == 1:
                 s = tl.where(visible, tl.dot(q, k), float("-inf"))
                 o = softmax_whole(s, v, MAXIMUM)
@@ -89,7 +89,7 @@ def single_kernel(
                     s = tl.where(visible, s, float("-inf"))
                     o = tl.where(own, softmax_whole(s, v, MAXIMUM), o)
             x = tl.dot(o.to(tl.float16), w_out, x)
-        ffn = bias + G + W
+        ffn = bias + 3 * G + W
         x = feed_forward(
             x, w1_ptr + layer * (W * F), w2_ptr + layer * (F * W), ffn, ffn + F,
             D, W, F, CHUNK, EXACT_GELU, STAGES,

@@ -123,15 +123,15 @@ def strips_kernel(
     if EARLY:
         ahead = _piece(wkv_ptr, 0, KV_PIECE)
     for layer in tl.range(0, layers, num_stages=1):
-        bias = bias_ptr + layer * (G + 2 * W + F)
+        bias = bias_ptr + layer * (3 * G + 2 * W + F)
         here = keys + layer * stride
         wkv = wkv_ptr + layer * (2 * W * G)
         wq = wq_ptr + layer * (W * G)
         wo = wo_ptr + layer * (W * G)
         w1 = w1_ptr + layer * (W * F)
         w2 = w2_ptr + layer * (W * F)
-        bo = tl.load(bias + G + cols)
-        b2 = tl.load(bias + G + W + F + cols)
+        bo = tl.load(bias + 3 * G + cols)
+        b2 = tl.load(bias + 3 * G + W + F + cols)
         h = normalise(x, D).to(tl.float16)
         for c in tl.static_range(2 * G // QKV_CHUNK):
             if EARLY:
@@ -142,8 +142,10 @@ def strips_kernel(
                     ahead = _piece(wq, 0, HEAD_PIECE)
             else:
                 now = _piece(wkv, c, KV_PIECE)
+            # Added after the product, which has no cause to wait for it.
+            bkv = tl.load(bias + G + c * QKV_CHUNK + qkv_chunk)
             zero = tl.zeros([ROWS, QKV_CHUNK], tl.float32)
-            kv = _product(h, now, zero, W, QKV_CHUNK, WARPS)
+            kv = _product(h, now, zero, W, QKV_CHUNK, WARPS) + bkv[None, :]
             tl.store(here + own + c * QKV_CHUNK, kv.to(tl.float16))
         publish(flags + strip, start + layer + 1)
 
@@ -194,7 +196,7 @@ def strips_kernel(
                 ahead = _piece(w2, c, FFN_PIECE)
             else:
                 now = _piece(w1, c, FFN_PIECE)
-            b1 = tl.load(bias + G + W + c * CHUNK + chunk)
+            b1 = tl.load(bias + 3 * G + W + c * CHUNK + chunk)
             zero = tl.zeros([ROWS, CHUNK], tl.float32) + b1[None, :]
             g = gelu(_product(h, now, zero, W, CHUNK, WARPS), EXACT_GELU).to(tl.float16)
             if EARLY:

@@ -39,11 +39,11 @@ def by_head(columns, length, GROUP: tl.constexpr):
 
 @triton.jit
 def project(
-    x, out, qkv_ptr, q_bias_ptr, length,
+    x, out, qkv_ptr, bias_ptr, length,
     D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, STAGES: tl.constexpr, BY_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Stores ``norm(x) [Wq Wk Wv]`` at ``out [ROWS, 3 G]``; only Q has a bias.
+    """Stores ``norm(x) [Wq Wk Wv]`` with its bias at ``out [ROWS, 3 G]``.
 
     ``BY_HEAD``, it stores at ``out [3 G / GROUP, length, GROUP]`` instead, each head in one piece.
     """
@@ -53,7 +53,7 @@ def project(
     h = normalise(x, D).to(tl.float16)
     for c in tl.range(0, 3 * G, CHUNK, num_stages=STAGES):
         w = tl.load(qkv_ptr + cols[:, None] * (3 * G) + (c + part)[None, :])
-        b = tl.load(q_bias_ptr + c + part, mask=c + part < G, other=0.0)
+        b = tl.load(bias_ptr + c + part)
         y = tl.dot(h, w) + b[None, :]
         if BY_HEAD:
             at = rows[:, None] * GROUP + by_head(c + part, length, GROUP)[None, :]
@@ -266,9 +266,9 @@ def wavefront_kernel(
     layers = tl.where(tile * ROWS < length, LAYERS, 0)
     served = True
     for layer in tl.range(0, layers, num_stages=1):
-        bias = bias_ptr + layer * (G + 2 * W + F)
+        bias = bias_ptr + layer * (3 * G + 2 * W + F)
         here = keys + layer * stride
-        bo = tl.load(bias + G + cols)
+        bo = tl.load(bias + 3 * G + cols)
         project(
             x, here + tile * (ROWS * 3 * G), qkv_ptr + layer * (3 * W * G), bias, 0,
             D, W, GROUP, G, ROWS, QKV_CHUNK, STAGES, False,
@@ -279,7 +279,7 @@ def wavefront_kernel(
             x + bo[None, :], here, wo_ptr + layer * (G * W), tile, (tile + 1) * ROWS,
             W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, ONCE, FLAT, True, MAXIMUM, ATTENTION_STAGES,
         )  # fmt: skip
-        ffn = bias + G + W
+        ffn = bias + 3 * G + W
         x = feed_forward(
             x, w1_ptr + layer * (W * F), w2_ptr + layer * (F * W), ffn, ffn + F,
             D, W, F, CHUNK, EXACT_GELU, STAGES,
@@ -400,7 +400,7 @@ def layer_kernel(
     keys = keys_ptr + (sequence * span).to(tl.int64) * (3 * G)
     if ATTEND:
         done = layer - 1
-        bias = bias_ptr + done * (G + 2 * W + F)
+        bias = bias_ptr + done * (3 * G + 2 * W + F)
         limit = tl.maximum(length, 1)
         if CAUSAL:
             limit = (tile + 1) * ROWS
@@ -412,10 +412,10 @@ def layer_kernel(
         tl.debug_barrier()
         x = tl.load(residual, mask=live[:, None] & real, other=0.0)
         x = add_projected(
-            x + tl.load(bias + G + cols)[None, :], here, wo_ptr + done * (G * W), tile, span,
+            x + tl.load(bias + 3 * G + cols)[None, :], here, wo_ptr + done * (G * W), tile, span,
             W, GROUP, G, ROWS, 64 if G >= 64 else G, STAGES,
         )  # fmt: skip
-        ffn = bias + G + W
+        ffn = bias + 3 * G + W
         x = feed_forward(
             x, w1_ptr + done * (W * F), w2_ptr + done * (F * W), ffn, ffn + F,
             D, W, F, CHUNK, EXACT_GELU, STAGES,
@@ -427,9 +427,9 @@ def layer_kernel(
     elif ATTEND:
         tl.store(out, x, mask=keep)
     if PROJECT:
-        q_bias = bias_ptr + layer * (G + 2 * W + F)
+        bias = bias_ptr + layer * (3 * G + 2 * W + F)
         project(
             x, keys + (layer % 2) * stride + tile * (ROWS * GROUP),
-            qkv_ptr + layer * (3 * W * G), q_bias, span,
+            qkv_ptr + layer * (3 * W * G), bias, span,
             D, W, GROUP, G, ROWS, QKV_CHUNK, STAGES, True,
         )  # fmt: skip

@@ -102,6 +102,7 @@ class HalfGemmRoute:
 
     def launches(self, contract: RuntimeContract) -> list[Launch]:
         config, own = contract.config, _attentions(contract)[-1]
+        # As graphs on an H200, case 8: 1.03 ms in one part, .99 to 1.02 in two, no less in four.
         order, parts = ("eager", "graph"), 2
         if config.activation_elements < _HOST_BOUND or config.batch_size == 1:
             order, parts = ("graph", "eager"), 1
@@ -109,7 +110,7 @@ class HalfGemmRoute:
             {"execution": execution, "attention": own, "parts": parts} for execution in order
         ]
         if own != "library":
-            found.append({"execution": order[0], "attention": "library", "parts": parts})
+            found.append({"execution": "graph", "attention": "library", "parts": parts})
         return found
 
     def bind(self, state: ModelState, contract: RuntimeContract, launch: Launch) -> Bound:

@@ -54,6 +54,22 @@ def test_folded_projections_give_the_scores_of_the_model(heads: int) -> None:
         assert (difference - difference.mean(1, keepdim=True)).abs().max() < 5e-3
 
 
+def test_values_are_the_model_s_to_the_last_bias() -> None:
+    """So that rounding them rounds what the reference rounds."""
+    config = TransformerConfig(1, 9, 96, 3, 80, 1)
+    model, sizes = _model(config), _sizes(config)
+    weights = pack(model.state_dict(), sizes)
+    x = torch.randn(9, 96, dtype=torch.float64)
+    layer, g = model.layers[0], sizes.heads_width
+    normal = torch.nn.functional.layer_norm(x, (96,))
+    columns = slice(2 * g, 3 * g)
+    v = normal @ weights.qkv[0, :96, columns].double() + weights.biases[0, columns].double()
+    exact = layer.attention.v_proj(layer.norm1(x))
+    assert (v[:, :96] - exact).abs().max() < 5e-3
+    assert weights.biases[0, g : 2 * g].abs().max() == 0
+    assert v[:, 96:].abs().max() == 0
+
+
 def test_scores_never_exceed_the_bound_and_may_come_near_it() -> None:
     config = TransformerConfig(1, 2, 32, 2, 32, 1)
     model, sizes = _model(config), _sizes(config)
