@@ -34,7 +34,7 @@ class Launch:
         qkv_chunk, chunk: columns of Q, K, V, and of the hidden layer, computed at once.
         passes: how many times strips go through attention, each with its share of the heads.
         early: strips ask for weights a stage before their use, at the price of registers.
-        flat: one loop runs over the key blocks of all heads, not one a head.
+        flat: a wavefront's one loop runs over the key blocks of all heads, not one a head.
         by_tile: a wavefront's programs are ordered by tile before sequence.
         apart: layers project Q, K and V in a launch of its own.
         warps, stages, max_registers: compiler options.

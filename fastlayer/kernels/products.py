@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
 from fastlayer.kernels.primitives import gelu, reciprocal
-from fastlayer.kernels.sizes import power_of_two
+from fastlayer.kernels.sizes import ATTEND_COLUMNS, NARROWEST, power_of_two
 from fastlayer.kernels.warm import Warm, WarmLaunch
 
 
@@ -125,11 +126,8 @@ _WIDE = Tile(rows=128, cols=256, depth=64, warps=8, stages=3)
 _NARROW = Tile(rows=128, cols=128, depth=64, warps=8, stages=3)
 _WIDE_CAPABILITIES = ((9, 0), (10, 0))
 
-#: Tokens up to which a sequence's scores are one tile.
-LONGEST = 128
+#: Queries of a program of ``attend``.
 _QUERIES = 64
-_COLUMNS = 64
-_NARROWEST = 16
 
 
 def tile_for(capability: tuple[int, int]) -> Tile:
@@ -137,11 +135,7 @@ def tile_for(capability: tuple[int, int]) -> Tile:
     return _WIDE if capability in _WIDE_CAPABILITIES else _NARROW
 
 
-def attends(tokens: int, head_dim: int) -> bool:
-    """Whether ``attend`` takes such sequences and heads."""
-    return tokens <= LONGEST and head_dim % _NARROWEST == 0
-
-
+@cache
 def linear_launch(tokens: int, n: int, k: int, tile: Tile) -> WarmLaunch:
     """What ``activated`` launches."""
     constants = {
@@ -159,15 +153,16 @@ def linear_launch(tokens: int, n: int, k: int, tile: Tile) -> WarmLaunch:
     return WarmLaunch(programs, (tokens,), constants, options)
 
 
+@cache
 def attend_launch(batch: int, tokens: int, heads: int, head_dim: int, causal: bool) -> WarmLaunch:
     """What ``attend`` launches."""
-    keys = max(_NARROWEST, power_of_two(tokens))
+    keys = max(NARROWEST, power_of_two(tokens))
     rows = min(keys, _QUERIES)
     constants = {
         "H": heads,
         "HEAD": head_dim,
         "SCALE": head_dim**-0.5 * math.log2(math.e),
-        "CHUNK": math.gcd(head_dim, _COLUMNS),
+        "CHUNK": ATTEND_COLUMNS,
         "ROWS": rows,
         "KEYS": keys,
         "CAUSAL": causal,
@@ -194,7 +189,7 @@ def activated(
 def attend(
     qkv: torch.Tensor, batch: int, heads: int, causal: bool, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Context ``[B N, d]`` from ``qkv [B N, 3 d]``, float16, for ``N`` up to ``LONGEST``."""
+    """Context ``[B N, d]`` from ``qkv [B N, 3 d]``, float16; sizes as ``sizes.attends``."""
     tokens, d = qkv.shape[0] // batch, qkv.shape[1] // 3
     out = qkv.new_empty(qkv.shape[0], d) if out is None else out
     _attend(attend_launch(batch, tokens, heads, d // heads, causal), qkv, out)

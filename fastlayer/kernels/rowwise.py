@@ -10,6 +10,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return"
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -66,6 +68,7 @@ _normalise = Warm(normalise_kernel)
 _finish = Warm(finish_kernel)
 
 
+@cache
 def launch_of(tokens: int, width: int, **constants: bool) -> WarmLaunch:
     """How a kernel is launched over ``[tokens, width]``."""
     sizes = {"D": width, "W": power_of_two(width), "ROWS": _ROWS}

@@ -7,6 +7,16 @@ from dataclasses import dataclass
 #: Narrowest operand dimension of a 16-bit matrix instruction along its contraction.
 NARROWEST = 16
 
+#: What ``products.attend`` takes: tokens of a sequence, whose scores are one tile, and a divisor of
+#: head_dim. Compilers have mistaken asynchronous products that are 16 or 32 columns wide.
+ATTEND_TOKENS = 128
+ATTEND_COLUMNS = 64
+
+
+def attends(tokens: int, head_dim: int) -> bool:
+    """Whether ``products.attend`` takes such sequences and heads."""
+    return tokens <= ATTEND_TOKENS and head_dim % ATTEND_COLUMNS == 0
+
 
 def power_of_two(value: int) -> int:
     """The least power of two that is not below ``value`` (at least 1)."""

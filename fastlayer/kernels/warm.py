@@ -9,18 +9,17 @@ from typing import Any
 import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class WarmLaunch:
-    """Everything of a launch but its tensors, in the order of the kernel's parameters."""
+    """Everything of a launch but its tensors, in the order of the kernel's parameters.
+
+    Launches are the same if they are one object, so make each once (``functools.cache``).
+    """
 
     programs: int
     scalars: tuple[int, ...]
     constants: dict[str, Any]
     options: dict[str, Any]
-
-    def key(self) -> tuple[Any, ...]:
-        constants, options = self.constants.values(), self.options.values()
-        return (self.programs, *self.scalars, *constants, *options)
 
 
 class Warm:
@@ -35,8 +34,8 @@ class Warm:
         self._known: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
     def __call__(self, launch: WarmLaunch, *tensors: torch.Tensor) -> None:
-        facts = ((tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors)
-        key = (tensors[0].device.index, *facts, *launch.key())
+        facts = [(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors]
+        key = (launch, tensors[0].device.index, *facts)
         known = self._known.get(key)
         if known is not None:
             run, tail = known

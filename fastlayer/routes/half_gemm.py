@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fastlayer.config import TransformerConfig
 from fastlayer.contract import RuntimeContract
 from fastlayer.errors import RouteRefused
+from fastlayer.kernels.sizes import attends
 from fastlayer.reference import zero_invalid
 from fastlayer.routes.base import Bound, Launch, check_launch, common_objections
 from fastlayer.routes.body import serve_mask
@@ -45,10 +46,6 @@ _HOST_BOUND = 2**22
 
 #: 16-bit products read rows of sixteen bytes.
 _MULTIPLE = 8
-
-#: What ``kernels.products.attend`` takes: tokens of a sequence, and what divides a head.
-_LONGEST = 128
-_NARROWEST = 16
 
 _WIDEST_HEAD = 256
 _WIDEST = 16_384
@@ -155,9 +152,8 @@ def _shape(contract: RuntimeContract) -> Hashable:
 
 
 def _attentions(contract: RuntimeContract) -> tuple[str, ...]:
-    config = contract.config
-    short = config.seq_len <= _LONGEST and config.head_dim % _NARROWEST == 0
-    return ("library", "kernel") if short else ("library",)
+    able = attends(contract.config.seq_len, contract.config.head_dim)
+    return ("library", "kernel") if able else ("library",)
 
 
 def _without_key_mask(contract: RuntimeContract) -> bool:

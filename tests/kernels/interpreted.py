@@ -146,8 +146,8 @@ def rowwise_errors() -> dict[str, object]:
 
 #: Wide models, reduced: even tiles and odd ones, one tile of queries and two, all keys and some.
 WIDE = (
-    TransformerConfig(8, 32, 64, 2, 96, 2, False),
-    TransformerConfig(4, 24, 144, 9, 104, 2),
+    TransformerConfig(8, 32, 128, 2, 96, 2, False),
+    TransformerConfig(4, 24, 192, 3, 104, 2),
     TransformerConfig(2, 77, 64, 1, 96, 2),
 )
 
@@ -155,7 +155,7 @@ WIDE = (
 def prove_products(config: TransformerConfig, scale: float) -> dict[str, object]:
     """The first-use proof of the products, GELU's input being ``scale`` times the right one."""
     tile, right = products._NARROW, products.activated
-    products._NARROW = products.Tile(32, 32, 32, 4, 2)
+    products._NARROW = products.Tile(32, 32, 128, 4, 2)
 
     def spoiled(a: torch.Tensor, *rest: object) -> torch.Tensor:
         return right(a * scale, *rest)  # type: ignore[arg-type]

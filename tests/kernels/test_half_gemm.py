@@ -24,7 +24,7 @@ products_proof = pytest.importorskip("fastlayer.kernels.products_proof")
 H200 = Device("cuda", "NVIDIA H200", 140 * GIB, (9, 0), 132, 232_448)
 CALL = RuntimeContract(CASES[8], H200, precision=Precision("high", True))
 ROUTE = half_gemm.HalfGemmRoute()
-SMALL = TransformerConfig(3, 24, 144, 3, 96, 2)
+SMALL = TransformerConfig(3, 24, 192, 3, 96, 2)
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -98,7 +98,7 @@ def test_the_folded_body_is_the_model(
     config = replace(SMALL, causal=causal)
     reference = with_biases(config)
     model = FastTransformer.from_reference(reference)
-    x = torch.randn(3, 24, 144)
+    x = torch.randn(3, 24, 192)
     mask = None
     if kind is not MaskKind.NONE:
         mask = torch.arange(24)[None] < torch.tensor([24, 7, 1])[:, None]
@@ -127,7 +127,7 @@ def test_it_serves_the_wide_case() -> None:
     assert half_gemm.HalfGemmRoute.name in eligible_routes(CALL)
 
 
-@pytest.mark.parametrize("changes", [{"seq_len": 129}, {"num_heads": 128}])
+@pytest.mark.parametrize("changes", [{"seq_len": 129}, {"num_heads": 32}])
 def test_long_sequences_and_narrow_heads_take_the_library_s_attention(
     changes: dict[str, int],
 ) -> None:
