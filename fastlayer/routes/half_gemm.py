@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fastlayer.config import TransformerConfig
 from fastlayer.contract import RuntimeContract
 from fastlayer.errors import RouteRefused
+from fastlayer.kernels.knobs import WIDEST as NARROW
 from fastlayer.kernels.sizes import attends
 from fastlayer.reference import zero_invalid
 from fastlayer.routes.base import Bound, Launch, check_launch, common_objections
@@ -86,6 +87,10 @@ class HalfGemmRoute:
             (
                 config.head_dim > _WIDEST_HEAD,
                 f"head_dim = {config.head_dim} exceeds {_WIDEST_HEAD}, flash attention's widest",
+            ),
+            (
+                config.d_model <= NARROW,
+                f"d_model = {config.d_model} is narrow enough to stay in registers: route 'fused'",
             ),
             (config.d_model > _WIDEST, f"d_model = {config.d_model} exceeds {_WIDEST}"),
             (

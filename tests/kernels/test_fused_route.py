@@ -114,10 +114,10 @@ class TestRefusal:
         monkeypatch.setattr(FastTransformer, "_bound", staticmethod(recording))
         with torch.no_grad():
             model(torch.randn(1, 128, 32))
-        assert tried == ["fused", "half_gemm"]
+        assert tried == ["fused", "sdpa"]
         assert "rejected: fused: its first-use proof differs" in model.last_decision.explain()  # type: ignore[union-attr]
         later = replace(model.last_decision.contract)  # type: ignore[union-attr]
-        assert decide(later, Admissions(), "eligible").route == "half_gemm"
+        assert decide(later, Admissions(), "eligible").route == "sdpa"
 
 
 def test_a_weight_beyond_float16_runs_float32_attention_and_notes_it(

@@ -164,6 +164,7 @@ def test_what_failed_its_proof_is_refused_with_its_reason(monkeypatch: pytest.Mo
         ({"capturing": True}, "being captured"),
         ({"config": replace(CASES[8], ffn_dim=1001)}, "ffn_dim = 1001 is no multiple of 8"),
         ({"config": replace(CASES[8], num_heads=2)}, "head_dim = 512 exceeds 256"),
+        ({"config": CASES[1]}, "d_model = 128 is narrow enough"),
         ({"available_bytes": 2**20}, "it needs"),
         ({"dtype": "bfloat16"}, "bfloat16"),
     ],
