@@ -113,6 +113,16 @@ def _git(folder: Path, *arguments: str) -> str:
     ).stdout.strip()
 
 
+def _complaint(folder: Path) -> str:
+    """Why git sees no repository around ``folder``, in its own words."""
+    try:
+        _git(folder, "rev-parse", "--show-toplevel")
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip()
+        return said.splitlines()[0] if said else "nothing"
+    return "nothing"
+
+
 def _try_git(folder: Path, *arguments: str) -> str | None:
     try:
         return _git(folder, *arguments) or None
@@ -199,7 +209,7 @@ def _not_found(rev: str, rootpath: Path, *, is_repository: bool) -> str:
             "lacks most: fetch it, or check out with full depth), or the path of a checkout"
         )
     return (
-        f"--fastlayer-base={rev}: {rootpath} is in no git repository (or there is no git), and "
-        "there is no such folder; run inside a repository, or give the path of a checkout of the "
-        "base"
+        f"--fastlayer-base={rev}: git sees no repository at {rootpath} (it said: "
+        f"{_complaint(rootpath)}), and there is no such folder; run inside a repository, or give "
+        "the path of a checkout of the base"
     )

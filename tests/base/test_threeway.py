@@ -168,7 +168,14 @@ def test_an_unknown_revision_is_a_usage_error(pytester, usage_error):
 
 def test_outside_a_repository_only_a_path_will_do(pytester, usage_error, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(Path(pytester.path).parent))
-    assert "is in no git repository" in usage_error("--fastlayer-base=HEAD")
+    said = usage_error("--fastlayer-base=HEAD")
+    assert "git sees no repository at" in said
+    assert "it said: fatal: not a git repository" in said
+
+
+def test_without_git_a_revision_is_a_usage_error(usage_error, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert "No such file or directory: 'git'" in usage_error("--fastlayer-base=HEAD")
 
 
 def test_variants_of_one_tree_are_not_held_against_another(usage_error):
