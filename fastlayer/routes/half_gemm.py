@@ -30,10 +30,10 @@ from fastlayer.kernels.sizes import attends
 from fastlayer.reference import zero_invalid
 from fastlayer.routes.base import Bound, Launch, check_launch, common_objections
 from fastlayer.routes.body import serve_mask
-from fastlayer.routes.folding import FoldedLayer, accumulate
+from fastlayer.routes.folding import FoldedLayer, accumulate, fold
 from fastlayer.routes.fused import has_triton, rounds_operands
 from fastlayer.routes.sdpa import bind_sdpa
-from fastlayer.weights import LayerWeights, ModelState
+from fastlayer.weights import ModelState
 
 _OPTIONS: dict[str, tuple[object, ...]] = {
     "execution": ("eager", "graph"),
@@ -123,7 +123,7 @@ class HalfGemmRoute:
             RouteRefused: a kernel failed its first-use proof.
         """
         check_launch(self.name, launch, {**_OPTIONS, "attention": _attentions(contract)})
-        layers = state.get(("half_gemm",), lambda: pack(state.layers))
+        layers = state.get(("half_gemm",), lambda: fold(state.layers, torch.float16))
         if not all(layer.finite for layer in layers):
             state.notes.append(
                 "half_gemm: a weight folded with its norm leaves float16's range; float32 "
@@ -190,40 +190,6 @@ def half_bytes(config: TransformerConfig) -> int:
     """
     wide = max(5 * config.activation_elements, config.tokens * config.ffn_dim)
     return 2 * config.activation_bytes() + 2 * (wide + config.activation_elements)
-
-
-def pack(layers: list[LayerWeights]) -> list[FoldedLayer]:
-    """Folds in float64, rounds once. Unlike ``folding.fold`` it keeps the biases of k and v."""
-    owed = torch.zeros_like(layers[0].out[1], dtype=torch.float64)
-    folded = []
-    for weights in layers:
-        qkv, qkv_bias = after_norm(*weights.packed_qkv(), weights.norm1)
-        ffn_in, ffn_in_bias = after_norm(*weights.ffn_in, weights.norm2)
-        between = owed + weights.out[1].double()
-        after = between + weights.ffn_out[1].double()
-        layer = FoldedLayer(
-            qkv=qkv.half(),
-            qkv_bias=qkv_bias.half(),
-            out=weights.out[0].half(),
-            ffn_in=ffn_in.half(),
-            ffn_in_bias=ffn_in_bias.half(),
-            ffn_out=weights.ffn_out[0].half(),
-            shift1=owed.float(),
-            shift2=between.float(),
-            owed=after.float(),
-        )
-        folded.append(layer)
-        owed = after
-    return folded
-
-
-def after_norm(
-    weight: torch.Tensor, bias: torch.Tensor, norm: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``W (n * gamma + beta) + b`` as ``W' n + b'``, float64."""
-    gamma, beta = (tensor.double() for tensor in norm)
-    exact = weight.double()
-    return exact * gamma, bias.double() + exact @ beta
 
 
 class HalfBody:

@@ -16,6 +16,7 @@ from fastlayer.errors import RouteRefused
 from fastlayer.masks import MaskKind
 from fastlayer.routes import Launch, eligible_routes, half_gemm
 from fastlayer.routes.body import serve_mask
+from fastlayer.routes.folding import fold
 
 rowwise = pytest.importorskip("fastlayer.kernels.rowwise")
 products = pytest.importorskip("fastlayer.kernels.products")
@@ -107,7 +108,7 @@ def test_the_folded_body_is_the_model(
         x = x * mask[:, :, None]
     kept = x.clone()
     body = half_gemm.HalfBody(
-        half_gemm.pack(model._runtime.state.layers),
+        fold(model._runtime.state.layers, torch.float16),
         model._runtime.state.final_norm,
         heads=config.num_heads,
         causal=causal,
@@ -175,11 +176,11 @@ def test_it_objects_and_says_why(changes: dict[str, object], reason: str) -> Non
 
 def test_a_weight_beyond_float16_is_noticed() -> None:
     model = FastTransformer(SMALL)
-    assert all(layer.finite for layer in half_gemm.pack(model._runtime.state.layers))
+    assert all(layer.finite for layer in fold(model._runtime.state.layers, torch.float16))
     with torch.no_grad():
         model.layers[1].norm1.weight[0] = 1e7
     model._runtime.state.refresh()
-    assert not all(layer.finite for layer in half_gemm.pack(model._runtime.state.layers))
+    assert not all(layer.finite for layer in fold(model._runtime.state.layers, torch.float16))
 
 
 @needs_cuda
