@@ -96,6 +96,18 @@ def normalise(x: torch.Tensor, shift: torch.Tensor, dtype: torch.dtype) -> torch
     return F.layer_norm(x + shift, x.shape[1:]).to(dtype)
 
 
+def finish_(
+    x: torch.Tensor, shift: torch.Tensor, affine: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """``n(x + shift) * weight + bias`` of contiguous float32 rows ``x [T, d]``, in place."""
+    if x.is_cuda and find_spec("triton"):
+        from fastlayer.kernels import rowwise
+
+        rowwise.finish(x, shift, *affine, out=x)
+    else:
+        x.copy_(F.layer_norm(x.add_(shift), x.shape[1:], *affine))
+
+
 def accumulate(residual: torch.Tensor, a: torch.Tensor, weight: torch.Tensor) -> None:
     """``residual += a W^T`` in float32 ``[T, d]``; no sum is rounded to the operands' dtype."""
     if a.is_cuda and a.dtype != torch.float32:

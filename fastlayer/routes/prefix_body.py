@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from fastlayer import polynomial
 from fastlayer.config import TransformerConfig
 from fastlayer.polynomial import CHECK_BUDGET, Guard
-from fastlayer.routes.folding import FoldedLayer, accumulate, fold, normalise
+from fastlayer.routes.folding import FoldedLayer, accumulate, finish_, fold, normalise
 from fastlayer.routes.long_attention import exact_attention
 from fastlayer.weights import ModelState
 
@@ -206,7 +206,7 @@ class PrefixBody:
             del context
         owed = self._layers[-1].owed
         for rows in self._blocks(h):
-            h[rows] = F.layer_norm(h[rows].add_(owed), h.shape[1:], *self._final)
+            finish_(h[rows], owed, self._final)
         if not budgets:
             return math.nan
         # One synchronisation a sample, not one a layer.
