@@ -243,7 +243,9 @@ class PrefixBody:
         return q.transpose(1, 2), k.transpose(1, 2), v
 
     def _blocks(self, h: torch.Tensor) -> list[slice]:
-        return [slice(at, at + self._rows) for at in range(0, len(h), self._rows)]
+        # Ends are exact: a tensor padded beyond h is indexed by these as well.
+        ends = range(self._rows, len(h) + self._rows, self._rows)
+        return [slice(end - self._rows, min(end, len(h))) for end in ends]
 
     def _polynomial(
         self,

@@ -371,3 +371,24 @@ def test_the_quadratic_backend_is_never_allowed(monkeypatch: pytest.MonkeyPatch)
     allowed = [*long_attention._BACKENDS.values(), long_attention._FLOAT32, long_attention._CPU]
     for backends in allowed:
         assert torch.nn.attention.SDPBackend.MATH not in backends
+
+
+@pytest.mark.parametrize("rows", [7, 64, 256, 300, 699, 700, 1000])
+def test_columns_are_the_rows_whatever_the_blocks(rows: int) -> None:
+    """q and k with tokens contiguous, zero up to a whole chunk, differ in k's bias alone."""
+    model = reference(LONG)
+    launch = {**FLOAT, "rows": rows, "chunk": 256, "exact_rows": 256}
+    _, bound = bind(model, LONG, launch)
+    body, layer, h = bound.body, bound.body._layers[0], inputs(LONG)[0].contiguous()
+    assert [h[rows].shape[0] for rows in body._blocks(h)] == [
+        s.stop - s.start for s in body._blocks(h)
+    ]
+    by_row = body._project(layer, h, by_column=False)
+    by_column = body._project(layer, h, by_column=True)
+    bias = layer.qkv_bias[32:64].view(2, 1, 16)
+    for ours, theirs, missing in zip(by_column, by_row, (0.0, bias, 0.0), strict=True):
+        torch.testing.assert_close(ours + missing, theirs, rtol=0, atol=1e-5)
+    for t in by_column[:2]:
+        assert t.stride() == (16 * 768, 1, 768)
+        beyond = t.as_strided((2, 16, 768), (16 * 768, 768, 1), t.storage_offset())[:, :, 700:]
+        assert not beyond.any()
