@@ -24,7 +24,7 @@ from fastlayer.errors import ConfigError, InputError, RouteRefused
 from fastlayer.masks import MaskClassifier, MaskKind
 from fastlayer.reference import ReferenceTransformer
 from fastlayer.routes import ROUTE_NAMES, Bound, Launch, route_named
-from fastlayer.weights import ModelState
+from fastlayer.weights import ModelState, plain_root, root_alteration, tree_alteration
 
 #: Decisions remembered by one model, least recently used out.
 _PLANS = 64
@@ -40,6 +40,7 @@ _UNKNOWN_MEMORY = 2**62
 _ROUTES = f"one of {', '.join(ROUTE_NAMES)}"
 
 
+@plain_root
 class FastTransformer(ReferenceTransformer):
     """A drop-in for ``ReferenceTransformer``: same parameters, same result, chosen arithmetic.
 
@@ -105,10 +106,14 @@ class FastTransformer(ReferenceTransformer):
         """A model that shares the very parameters of ``reference``: an edit shows in both.
 
         ``reference`` is any module with the reference's parameter names; ``config`` defaults to its
-        attribute of that name, and ``options`` are the constructor's.
+        attribute of that name, and ``options`` are the constructor's. Parameters are all that is
+        shared: a class of another kind is taken at its word that it computes the reference's
+        result, but a ``ReferenceTransformer`` that was altered, and would compute another one, is
+        refused.
 
         Raises:
-            InputError: there is no config, or names or shapes of parameters differ.
+            InputError: there is no config, names or shapes of parameters differ, or the reference
+                has a forward, a hook, a submodule or a setting of its own.
         """
         shape = getattr(reference, "config", None) if config is None else config
         if shape is None:
@@ -140,6 +145,15 @@ class FastTransformer(ReferenceTransformer):
                 )
             path, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(path), leaf, parameter)
+        if isinstance(reference, ReferenceTransformer):
+            reason = root_alteration(reference) or tree_alteration(reference, model._shape)
+            if reason:
+                raise InputError(
+                    "from_reference",
+                    f"an altered model: {reason}",
+                    "one that runs as ReferenceTransformer does, for only parameters are shared",
+                    "Undo the alteration, or alter the result of from_reference, which honours it.",
+                )
         return model.train(reference.training)
 
     @property

@@ -26,6 +26,7 @@ from fastlayer.graphs import GraphCache
 from fastlayer.reference import ReferenceAttention, ReferenceBlock, ReferenceTransformer
 
 T = TypeVar("T")
+R = TypeVar("R", bound=nn.Module)
 
 _LAYER_NORM_EPS = 1e-5
 
@@ -287,13 +288,21 @@ def alteration(module: nn.Module, config: TransformerConfig) -> str:
     A replaced submodule (an adapter, a quantised layer), a parametrization, a hook, a method
     patched on an instance or a class, mixed dtypes or devices, or a setting other than the
     configuration's: all of these change the computation, and the reference arithmetic, which runs
-    the modules themselves, honours them.
+    the modules themselves, honours them. Of the root itself, see ``root_alteration``.
     """
     if module_globals._global_forward_hooks or module_globals._global_forward_pre_hooks:
         return "a forward hook is registered for all modules"
     for kind, present, plain in zip(_METHODS, _methods(), _PLAIN_METHODS, strict=True):
         if present != plain:
             return f"a method of the class {kind.__name__} was replaced"
+    return tree_alteration(module, config) or _odd_parameters(module, config)
+
+
+def tree_alteration(module: nn.Module, config: TransformerConfig) -> str:
+    """Why what lies below ``module`` does not run as the plain modules do, or "".
+
+    What ``alteration`` finds in single modules: their classes, hooks, own methods and settings.
+    """
     expected: dict[str, type[nn.Module]] = {"layers": nn.ModuleList, "final_norm": nn.LayerNorm}
     for index in range(config.num_layers):
         block = f"layers.{index}"
@@ -312,17 +321,66 @@ def alteration(module: nn.Module, config: TransformerConfig) -> str:
         child = found.pop(name, None)
         if type(child) is not kind:
             return f"the module {name} is {type(child).__name__}, not the plain {kind.__name__}"
-        if child._forward_hooks or child._forward_pre_hooks:
-            return f"the module {name} carries a hook"
-        for own in vars(child):
-            if own not in _PLAIN_NAMES and hasattr(kind, own):
-                return f"the module {name} carries a {own} of its own"
+        if reason := _own_conduct(child, kind):
+            return f"the module {name} carries {reason}"
         for setting, value in zip(_SETTINGS.get(kind, ()), settings.get(kind, ()), strict=True):
             given = getattr(child, setting, None)
             if given != value:
                 return f"the module {name} has {setting} = {given!r}, not {value!r}"
-    if found:
-        return f"the module {next(iter(found))} is not part of the model"
+    return f"the module {next(iter(found))} is not part of the model" if found else ""
+
+
+#: Classes whose own call gives the reference's result, with what such a call looks up in them.
+_PLAIN_ROOTS: dict[type[nn.Module], tuple[object, ...]] = {}
+_called_by = attrgetter(*_CALLED)
+
+
+def plain_root(kind: type[R]) -> type[R]:
+    """Decorates a class whose ``forward``, as it is now, computes the reference's result."""
+    _PLAIN_ROOTS[kind] = _called_by(kind)
+    return kind
+
+
+plain_root(ReferenceTransformer)
+
+
+def root_alteration(module: nn.Module) -> str:
+    """Why a call of ``module`` itself is not that of a ``plain_root``, or "".
+
+    A subclass with a forward of its own, a method patched on the instance, or a hook.
+    """
+    kind = type(module)
+    if _called_by(kind) not in _PLAIN_ROOTS.values():
+        return f"the class {kind.__name__} has a forward of its own"
+    reason = _own_conduct(module, ReferenceTransformer)
+    return f"the model carries {reason}" if reason else ""
+
+
+def _own_conduct(module: nn.Module, kind: type[nn.Module]) -> str:
+    """What makes this one instance run otherwise than its class, or ""."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "a hook"
+    shadowing = [own for own in vars(module) if own not in _PLAIN_NAMES and hasattr(kind, own)]
+    return f"a {shadowing[0]} of its own" if shadowing else ""
+
+
+def instance_alteration(module: nn.Module) -> str:
+    """Why some instance within ``module`` runs otherwise than its class says, or "".
+
+    For trees of any classes: hooks, and a patched forward.
+    """
+    for name, child in module.named_modules():
+        what = f"the module {name}" if name else "the model"
+        if child._forward_hooks or child._forward_pre_hooks:
+            return f"{what} carries a hook"
+        for own in _CALLED:
+            if own in vars(child):
+                return f"{what} carries a {own} of its own"
+    return ""
+
+
+def _odd_parameters(module: nn.Module, config: TransformerConfig) -> str:
+    """Why the parameters are not those of the plain modules, alike in dtype and device, or ""."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     if len(parameters) != 16 * config.num_layers + 2:
         return f"there are {len(parameters)} parameters, not {16 * config.num_layers + 2}"

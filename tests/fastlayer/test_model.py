@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +27,7 @@ from fastlayer import (
 from fastlayer import model as model_module
 from fastlayer.contract import Precision
 from fastlayer.device import free_bytes, probe
+from fastlayer.reference import ReferenceBlock
 
 CONFIG = small()
 
@@ -67,6 +70,58 @@ def test_from_reference_leaves_the_random_generator_alone():
     before = torch.get_rng_state()
     FastTransformer.from_reference(reference)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Doubled(ReferenceTransformer):
+    def forward(self, x, valid_token_mask=None):
+        return super().forward(x, valid_token_mask) * 2
+
+
+class Renamed(ReferenceTransformer):
+    """A subclass that computes what its parent does."""
+
+
+class OtherBlock(ReferenceBlock):
+    def forward(self, x, valid_token_mask=None):
+        return super().forward(x, valid_token_mask) * 2
+
+
+ALTERATIONS = {
+    "class Doubled has a forward": lambda m: setattr(m, "__class__", Doubled),
+    "model carries a forward": lambda m: setattr(m, "forward", lambda x, mask=None: x),
+    "model carries a _call_impl": lambda m: setattr(m, "_call_impl", lambda x, mask=None: x),
+    "model carries a hook": lambda m: m.register_forward_hook(lambda *_: None),
+    "layers.0 is OtherBlock": lambda m: setattr(m.layers[0], "__class__", OtherBlock),
+    "layers.0.ffn_in carries a hook": lambda m: m.layers[0].ffn_in.register_forward_pre_hook(
+        lambda *_: None
+    ),
+    "attention carries a forward": lambda m: setattr(m.layers[1].attention, "forward", abs),
+    "attention has causal = False": lambda m: setattr(m.layers[1].attention, "causal", False),
+    "final_norm has eps": lambda m: setattr(m.final_norm, "eps", 0.1),
+    "layers.2 is not part": lambda m: m.layers.append(torch.nn.GELU()),
+}
+
+
+@pytest.mark.parametrize("reason", ALTERATIONS)
+def test_from_reference_refuses_what_it_would_compute_otherwise(reason):
+    reference = make_reference(CONFIG)
+    ALTERATIONS[reason](reference)
+    with pytest.raises(InputError, match=reason):
+        FastTransformer.from_reference(reference)
+
+
+def test_from_reference_takes_what_runs_as_the_reference_does():
+    reference = make_reference(CONFIG).train()
+    FastTransformer.from_reference(copy.deepcopy(reference))
+    FastTransformer.from_reference(pickle.loads(pickle.dumps(reference)))
+    FastTransformer.from_reference(FastTransformer.from_reference(reference))
+    reference.note = "an attribute that no forward reads"
+    reference.compile()
+    reference.__class__ = Renamed
+    assert FastTransformer.from_reference(reference).training
+    mixed = make_reference(CONFIG)
+    mixed.final_norm.double()  # shared as it is: the call itself decides
+    assert FastTransformer.from_reference(mixed).final_norm.weight.dtype == torch.float64
 
 
 def test_from_reference_says_what_does_not_fit():
