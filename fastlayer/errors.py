@@ -37,13 +37,15 @@ class RouteError(FastlayerError, ValueError):
         objections: Sequence[str],
         valid: Sequence[str],
         rejected: Mapping[str, Sequence[str]] | None = None,
+        remedy: str = "",
     ) -> None:
-        reasons = "; ".join(objections)
         choice = ", ".join(valid) if valid else "none"
+        advice = remedy or (
+            f"An explicit request never falls back. Routes that can: {choice}. Pass one of these "
+            "as route=, or route=None to let the admissions decide."
+        )
         super().__init__(
-            f"route {route!r} cannot serve this call: {reasons}. An explicit request never falls "
-            f"back. Routes that can: {choice}. Pass one of these as route=, or route=None to let "
-            "the admissions decide."
+            f"route {route!r} cannot serve this call: {'; '.join(objections)}. {advice}"
         )
         self.route = route
         self.objections = tuple(objections)

@@ -10,12 +10,14 @@ the one before downloaded, so a 16 GB card serves a batch of any size. On a CPU 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
 
+from fastlayer.config import TransformerConfig, as_size
 from fastlayer.contract import GIB, RuntimeContract
 from fastlayer.errors import InputError, RouteError
 from fastlayer.masks import MaskKind
@@ -23,8 +25,13 @@ from fastlayer.model import FastTransformer
 from fastlayer.reference import ReferenceTransformer
 from fastlayer.routes import Launch
 from fastlayer.routes.prefix_body import Tally
-from fastlayer.routes.prefix_stream import PrefixStream, PrefixStreamRoute, streaming_objections
-from fastlayer.weights import alteration
+from fastlayer.routes.prefix_stream import (
+    PrefixStream,
+    PrefixStreamRoute,
+    check_options,
+    streaming_objections,
+)
+from fastlayer.weights import alteration, root_alteration
 
 Sample = torch.Tensor | tuple[torch.Tensor, int]
 
@@ -62,7 +69,8 @@ def stream(
     """Computes every sample of ``source`` and hands its output to ``sink``, in order.
 
     Args:
-        model: a reference or ``FastTransformer``; it computes where its parameters lie.
+        model: a reference or ``FastTransformer``; it computes where its parameters lie. Edited or
+            replaced on the way, as they are when a sample is computed.
         source: samples ``[N, d_model]`` float32, or ``(sample, length)`` where only the first
             ``length`` tokens are valid; the output is zero beyond them. Lengths may differ.
         sink: receives ``(index, output)``.
@@ -72,8 +80,11 @@ def stream(
         launch: of the route ``prefix_stream``; its default where None.
 
     Raises:
-        InputError: a sample does not fit; the message has its index.
-        RouteError: samples of this kind cannot be streamed here, with the reasons.
+        InputError: ``workspace_bytes`` is no size, a sample does not fit (the message has its
+            index), or the model was moved to another device on the way.
+        RouteError: samples of this kind cannot be streamed here, with the reasons; or the model
+            has a forward, a hook, a submodule or a setting of its own, now or after some samples.
+        ValueError: ``launch`` holds an option or a value that does not exist.
     """
     with torch.no_grad():
         engine = _Engine(model, workspace_bytes, launch)
@@ -94,31 +105,40 @@ def stream(
 
 def _checked(source: Iterable[Sample], engine: _Engine) -> Iterator[tuple[torch.Tensor, int]]:
     for index, item in enumerate(source):
+        what = f"sample {index}"
+        if isinstance(item, tuple) and len(item) != 2:
+            raise InputError(
+                what, f"a tuple of {len(item)}", "a tensor, or (tensor, length)", "One at a time."
+            )
         x, length = item if isinstance(item, tuple) else (item, None)
         width = engine.model.final_norm.weight.shape[0]
         if not isinstance(x, torch.Tensor) or x.dim() != 2 or x.shape[1] != width:
             given = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-            raise InputError(
-                f"sample {index}",
-                f"{given}",
-                f"a tensor [tokens, {width}]",
-                "One sample at a time.",
-            )
+            raise InputError(what, f"{given}", f"a tensor [tokens, {width}]", "One at a time.")
+        if x.layout is not torch.strided:
+            raise InputError(what, f"layout {x.layout}", "a dense tensor", "Call .to_dense().")
         if x.dtype != torch.float32:
-            raise InputError(f"sample {index}", f"{x.dtype}", "torch.float32", "Convert it.")
-        if x.device.type not in ("cpu", engine.device.type):
-            raise InputError(
-                f"sample {index}", f"{x.device}", f"cpu or {engine.device}", "Move it there."
-            )
-        length = x.shape[0] if length is None else int(length)
-        if not 0 <= length <= x.shape[0]:
-            raise InputError(
-                f"sample {index}",
-                f"length {length}",
-                f"0 to {x.shape[0]}",
-                "The length counts valid tokens.",
-            )
-        yield x, length
+            raise InputError(what, f"{x.dtype}", "torch.float32", "Convert it.")
+        if x.device.type != "cpu" and x.device != engine.device:
+            raise InputError(what, f"{x.device}", f"cpu or {engine.device}", "Move it there.")
+        yield x, len(x) if length is None else _valid_tokens(what, length, len(x))
+
+
+def _valid_tokens(what: str, length: object, tokens: int) -> int:
+    """An integer of any type from 0 to ``tokens``; neither a bool nor a mask is one."""
+    flag = isinstance(length, bool) or getattr(length, "dtype", None) is torch.bool
+    try:
+        count = -1 if flag else operator.index(length)  # type: ignore[arg-type]
+    except TypeError:
+        count = -1
+    if 0 <= count <= tokens:
+        return count
+    raise InputError(
+        what,
+        f"length {length!r}",
+        f"an integer from 0 to {tokens}",
+        "The length counts the valid tokens, which come first.",
+    )
 
 
 class _Engine:
@@ -127,24 +147,62 @@ class _Engine:
     def __init__(
         self, model: ReferenceTransformer, workspace_bytes: int, launch: Launch | None
     ) -> None:
-        # A model of its own over the same parameters: what is packed here is dropped with it.
-        self.model = FastTransformer.from_reference(model, working_set_bytes=workspace_bytes)
+        size = as_size(workspace_bytes)
+        if size is None:
+            raise InputError(
+                "workspace_bytes",
+                f"{workspace_bytes!r}",
+                "an integer of at least 1",
+                "Pass a number of bytes.",
+            )
+        if launch is not None:
+            check_options(launch)
         self._given = model
-        self.device = self.model.final_norm.weight.device
+        self._workspace = size
         self._launch = launch
         self._bound: dict[tuple[int, int], PrefixStream] = {}
         self._tally: Tally | None = None
+        self._earlier: list[str] = []
+        if isinstance(model, ReferenceTransformer):
+            _refuse_alterations(model, TransformerConfig.of(model.config))
+        self._take_parameters()
+        self.device = self.model.final_norm.weight.device
+
+    def _take_parameters(self) -> None:
+        """A model of its own over the same parameters: what is packed here is dropped with it."""
+        self.model = FastTransformer.from_reference(self._given, working_set_bytes=self._workspace)
+        self._bound.clear()
+        self._taken = _parameters(self._given)
 
     def __call__(self, x: torch.Tensor, length: int, out: torch.Tensor) -> None:
         """``x [N, d]`` and its valid length to ``out [N, d]``, both on the device."""
         out[length:].zero_()
-        self._refuse_alterations()
+        self._follow()
         if not length:
             return
         body = self._bind(x[:length]).body
         if self._tally is None:
             self._tally = body.tally()
         body(lambda target: target.copy_(x[:length]), out[:length], self._tally)
+
+    def _follow(self) -> None:
+        """Takes what replaced a parameter of the caller's model; in-place edits show by themselves.
+
+        Only parameters are shared: whatever else changed that model's result is refused.
+        """
+        if isinstance(self._given, ReferenceTransformer):
+            _refuse_alterations(self._given, self.model._shape)
+        present = _parameters(self._given)
+        if present.keys() != self._taken.keys() or any(
+            present[name] is not held for name, held in self._taken.items()
+        ):
+            self._earlier += self.model._own_runtime().state.notes
+            self._take_parameters()
+        where = self.model.final_norm.weight.device
+        if where != self.device:
+            raise InputError(
+                "stream", f"a model moved to {where} on the way", f"{self.device}", "Stream anew."
+            )
 
     def _bind(self, x: torch.Tensor) -> PrefixStream:
         state = self.model._own_runtime().state
@@ -160,25 +218,39 @@ class _Engine:
             self._bound = {key: PrefixStream(state, contract, launch)}
         return self._bound[key]
 
-    def _refuse_alterations(self) -> None:
-        """Of the caller's own modules, which are not what runs here: only their parameters are."""
-        if not isinstance(self._given, ReferenceTransformer):
-            return
-        reason = alteration(self._given, self.model._shape)
-        if self._given._forward_hooks or self._given._forward_pre_hooks:
-            reason = "the model carries a hook"
-        if reason:
-            raise RouteError(PrefixStreamRoute.name, [reason], ())
-
     @staticmethod
     def _refuse(contract: RuntimeContract) -> None:
         objections = streaming_objections(contract)
         if objections:
-            raise RouteError(PrefixStreamRoute.name, objections, ())
+            raise _refusal(objections)
 
     def notes(self) -> tuple[str, ...]:
-        found = tuple(self.model._own_runtime().state.notes)
+        found = (*self._earlier, *self.model._own_runtime().state.notes)
         return found if self._tally is None else (self._tally.text(), *found)
+
+
+def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _refuse_alterations(model: ReferenceTransformer, config: TransformerConfig) -> None:
+    """Of the caller's own modules, which are not what runs here.
+
+    Raises:
+        RouteError: a call of ``model`` would not run as the plain one's does.
+    """
+    reason = root_alteration(model) or alteration(model, config)
+    if reason:
+        raise _refusal([reason])
+
+
+def _refusal(reasons: list[str]) -> RouteError:
+    return RouteError(
+        PrefixStreamRoute.name,
+        reasons,
+        (),
+        remedy="stream runs this route alone: change what it objects to, or call the model itself.",
+    )
 
 
 def _directly(

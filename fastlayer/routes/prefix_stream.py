@@ -9,10 +9,11 @@ in their order) and its attention is exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
+from fastlayer.config import as_size
 from fastlayer.contract import RuntimeContract
 from fastlayer.masks import MaskKind
 from fastlayer.polynomial import CHUNK, COEFFICIENTS, EXACT_ROWS, Guard, committed_guard
@@ -30,7 +31,8 @@ from fastlayer.weights import ModelState
 
 _DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
-#: Options of a launch and their values; an empty tuple admits any number.
+#: Options of a launch and their values; an empty tuple stands for a size, where None means the
+#: default.
 _OPTIONS: dict[str, tuple[object, ...]] = {
     "attention": ("guarded", "exact", "polynomial"),
     "compute": tuple(_DTYPES),
@@ -40,6 +42,8 @@ _OPTIONS: dict[str, tuple[object, ...]] = {
     "exact_rows": (),
     "chunk": (),
 }
+
+_SIZES = tuple(option for option, values in _OPTIONS.items() if not values)
 
 #: What cuDNN's and flash's kernels take.
 _LARGEST_HEAD_DIM = 256
@@ -70,8 +74,9 @@ class PrefixStreamRoute:
         """See ``Route``.
 
         Raises:
-            ValueError: an option or a value does not exist, float16 is asked for where the
-                precision is "highest", or the memory does not suffice for the compute dtype.
+            ValueError: an option or a value does not exist, float16 or anything but exact attention
+                is asked for where the precision is "highest", or the memory does not suffice for
+                the compute dtype.
         """
         return PrefixStream(state, contract, launch)
 
@@ -173,44 +178,74 @@ def _least_bytes(contract: RuntimeContract) -> int:
     return fixed + least * row_bytes(contract.config, itemsize)
 
 
-def _plan(contract: RuntimeContract, launch: Launch, guard: Guard | None) -> Plan:
+def check_options(launch: Launch) -> None:
+    """Raises ``ValueError`` for what no call admits: unknown options and values, and no sizes."""
+    if not isinstance(launch, Mapping):
+        raise ValueError(
+            f"route 'prefix_stream': given launch = {launch!r}; expected a mapping such as "
+            "{'attention': 'exact'}"
+        )
     check_launch(PrefixStreamRoute.name, launch, _OPTIONS)
+    for option in _SIZES:
+        _size(launch, option, 1)
+    chunk, exact_rows = _size(launch, "chunk", CHUNK), _size(launch, "exact_rows", EXACT_ROWS)
+    if exact_rows % chunk:
+        raise ValueError(
+            f"route 'prefix_stream': given exact_rows = {exact_rows}; expected a multiple of chunk "
+            f"= {chunk}. Change either."
+        )
+
+
+def _size(launch: Launch, option: str, default: int) -> int:
+    value = launch.get(option)
+    size = default if value is None else as_size(value)
+    if size is None:
+        raise ValueError(
+            f"route 'prefix_stream': given {option} = {value!r}; expected an integer of at least "
+            "1, or None for the default. It counts rows."
+        )
+    return size
+
+
+def _plan(contract: RuntimeContract, launch: Launch, guard: Guard | None) -> Plan:
+    check_options(launch)
+    highest = contract.precision.float32_matmul_precision == "highest"
     computes = _computes(contract)
     compute = str(launch.get("compute", computes[0]))
-    if compute not in computes:
-        raise ValueError(
-            f"route 'prefix_stream': given compute = {compute!r} under float32_matmul_precision = "
-            "'highest'; expected 'float32'. Lower the precision setting to allow float16."
-        )
+    default = "exact" if compute == "float32" else "guarded"
+    attention = str(launch.get("attention", default))
+    for option, value, allowed in (
+        ("compute", compute, computes),
+        ("attention", attention, ("exact",) if highest else _OPTIONS["attention"]),
+    ):
+        if value not in allowed:
+            raise ValueError(
+                f"route 'prefix_stream': given {option} = {value!r} under "
+                f"float32_matmul_precision = 'highest'; expected {allowed[0]!r}. Lower the "
+                f"precision setting to allow {value}."
+            )
     dtype = _DTYPES[compute]
     output = contract.config.activation_bytes(contract.itemsize)
     room = min(contract.working_set_bytes, contract.available_bytes - output)
     room -= fixed_bytes(contract.config, dtype.itemsize, contract.mask is MaskKind.IRREGULAR)
     fitting = room // row_bytes(contract.config, dtype.itemsize)
     least = min(LEAST_ROWS, contract.config.seq_len)
-    if fitting < least and "rows" not in launch:
+    if fitting < least and launch.get("rows") is None:
         raise ValueError(
             f"route 'prefix_stream': given compute = {compute!r} and room for blocks of "
             f"{fitting:,} rows; expected at least {least:,}. Raise working_set_bytes "
             f"({contract.working_set_bytes:,}) or free memory ({contract.available_bytes:,} bytes "
             "are available)."
         )
-    rows = int(launch.get("rows") or min(contract.config.seq_len, fitting))
-    chunk = int(launch.get("chunk") or CHUNK)
-    exact_rows = int(launch.get("exact_rows") or EXACT_ROWS)
-    if exact_rows % chunk:
-        raise ValueError(
-            f"route 'prefix_stream': given exact_rows = {exact_rows}; expected a multiple of chunk "
-            f"= {chunk}"
-        )
+    rows = min(contract.config.seq_len, max(1, fitting))
     return Plan(
         dtype=dtype,
-        attention=str(launch.get("attention", "exact" if compute == "float32" else "guarded")),
+        attention=attention,
         backend=str(launch.get("backend", "auto")),
         coefficients=str(launch.get("coefficients", "rows")),
-        rows=max(1, rows),
-        exact_rows=exact_rows,
-        chunk=chunk,
+        rows=_size(launch, "rows", rows),
+        exact_rows=_size(launch, "exact_rows", EXACT_ROWS),
+        chunk=_size(launch, "chunk", CHUNK),
         room=max(0, room),
         guard=guard or committed_guard(),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from extreme_support import budget, inputs, masks, reference
@@ -23,7 +24,7 @@ from fastlayer import (
 from fastlayer.contract import GIB, Precision
 from fastlayer.device import Device
 from fastlayer.masks import classify
-from fastlayer.polynomial import EXACT_ROWS, Guard
+from fastlayer.polynomial import CHUNK, EXACT_ROWS, Guard
 from fastlayer.routes import long_attention, prefix_body
 from fastlayer.routes.base import Launch
 from fastlayer.routes.long_attention import NoFusedAttentionError
@@ -314,6 +315,10 @@ def test_highest_precision_is_exact_float32() -> None:
     model = reference(SMALL)
     with pytest.raises(ValueError, match=r"'float16' under .*'highest'; expected 'float32'"):
         bind(model, SMALL, HALF, precision=Precision("highest", False))
+    for attention in ("polynomial", "guarded"):
+        launch: Launch = {"attention": attention, "compute": "float32"}
+        with pytest.raises(ValueError, match=rf"'{attention}' under .*'highest'; expected 'exact'"):
+            bind(model, SMALL, launch, precision=Precision("highest", False))
     _, bound = bind(model, SMALL, {}, precision=Precision("highest", False))
     x = inputs(SMALL)
     torch.testing.assert_close(bound(x, None), model(x), rtol=0, atol=1e-5)
@@ -330,6 +335,20 @@ def test_launch_errors_name_the_values() -> None:
         bind(model, SMALL, {"warp": 1})
     with pytest.raises(ValueError, match="expected a multiple of chunk = 64"):
         bind(model, SMALL, {"exact_rows": 100, "chunk": 64})
+
+
+@pytest.mark.parametrize("option", ["rows", "chunk", "exact_rows"])
+@pytest.mark.parametrize("value", [0, -5, 1.5, 1e30, float("nan"), "64", True])
+def test_sizes_of_a_launch_are_sizes(option: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"given {option} = .*an integer of at least 1, or None"):
+        bind(reference(SMALL), SMALL, {option: value})
+
+
+def test_sizes_default_and_come_from_any_integer_type() -> None:
+    _, bound = bind(reference(SMALL), SMALL, {"rows": None, "chunk": None, "exact_rows": None})
+    assert (bound.body._rows, bound.body._plan.chunk) == (37, CHUNK)
+    _, bound = bind(reference(SMALL), SMALL, {"rows": np.int64(7)})  # type: ignore[dict-item]
+    assert bound.body._rows == 7
 
 
 def test_the_model_runs_it_and_reports_the_last_call_only() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,7 +12,14 @@ import pytest
 import torch
 from extreme_support import budget, inputs, reference
 
-from fastlayer import FastTransformer, InputError, RouteError, TransformerConfig, streaming
+from fastlayer import (
+    FastTransformer,
+    InputError,
+    ReferenceTransformer,
+    RouteError,
+    TransformerConfig,
+    streaming,
+)
 from fastlayer.streaming import StreamReport, stream
 
 CONFIG = TransformerConfig(3, 40, 32, 4, 48, 2, True)
@@ -113,6 +121,131 @@ def test_weights_edited_on_the_way_are_seen() -> None:
     torch.testing.assert_close(after, model(x[None])[0], rtol=0, atol=1e-5)
 
 
+REPLACEMENTS = {
+    "a parameter": lambda m, other: setattr(
+        m.layers[0].ffn_in, "weight", other.layers[0].ffn_in.weight
+    ),
+    "a submodule": lambda m, other: setattr(m.layers[1], "ffn_in", other.layers[1].ffn_in),
+    "a block": lambda m, other: m.layers.__setitem__(0, other.layers[0]),
+    "all by assignment": lambda m, other: m.load_state_dict(other.state_dict(), assign=True),
+}
+
+
+@pytest.mark.parametrize("change", REPLACEMENTS)
+@pytest.mark.parametrize("place", ["source", "sink"])
+@pytest.mark.parametrize("kind", ["reference", "fast", "foreign"])
+def test_what_is_replaced_on_the_way_is_seen(change: str, place: str, kind: str) -> None:
+    model = reference(CONFIG)
+    if kind == "fast":
+        model = FastTransformer.from_reference(model)
+    elif kind == "foreign":
+        model = Foreign(model)
+    others = iter([copy.deepcopy(model), copy.deepcopy(model)])
+    x = inputs(CONFIG)
+
+    def replace_something() -> None:
+        other = next(others, None)
+        if other is not None:
+            for parameter in other.parameters():
+                parameter.mul_(1.5)
+            REPLACEMENTS[change](model, other)
+
+    def samples() -> Iterator[torch.Tensor]:
+        for row in x:
+            if place == "source":
+                replace_something()
+            yield row
+
+    def sink(index: int, output: torch.Tensor) -> None:
+        torch.testing.assert_close(output, model(x[index, None])[0], rtol=0, atol=1e-5)
+        if place == "sink":
+            replace_something()
+
+    report = stream(model, samples(), sink)
+    assert next(others, None) is None
+    assert report.samples == 3
+    assert len(report.notes) == 1
+
+
+class Foreign(torch.nn.Module):
+    """A class of somebody else's with the reference's names."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.layers, self.final_norm, self.config = model.layers, model.final_norm, CONFIG
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.final_norm(x)
+
+
+def test_a_replacement_of_another_shape_or_device_is_refused() -> None:
+    for change, message in (
+        (lambda m: setattr(m.layers[0], "ffn_in", torch.nn.Linear(32, 8)), "shape|ffn_in"),
+        (lambda m: m.layers.append(copy.deepcopy(m.layers[0])), "layers.2 is not part"),
+        (lambda m: m.to("meta"), "a model moved to meta on the way"),
+    ):
+        model = reference(CONFIG)
+        done: list[int] = []
+
+        def sink(
+            index: int, _: torch.Tensor, done: list = done, change=change, model=model
+        ) -> None:
+            done.append(index)
+            change(model)
+
+        with pytest.raises((InputError, RouteError), match=message):
+            stream(model, inputs(CONFIG), sink)
+        assert done == [0]
+
+
+class Doubled(ReferenceTransformer):
+    def forward(
+        self, x: torch.Tensor, valid_token_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return super().forward(x, valid_token_mask) * 2
+
+
+class DoubledFast(FastTransformer):
+    def forward(
+        self, x: torch.Tensor, valid_token_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return super().forward(x, valid_token_mask) * 2
+
+
+@pytest.mark.parametrize("kind", [Doubled, DoubledFast, "patched"])
+def test_a_forward_of_the_models_own_is_refused(kind: type | str) -> None:
+    if isinstance(kind, str):
+        model = reference(CONFIG)
+        model.forward = lambda x, mask=None: x
+    else:
+        model = kind(CONFIG).eval()
+    with pytest.raises(RouteError, match=r"forward of its own\. stream runs this route alone") as e:
+        stream(model, [], lambda *_: None)
+    assert "route=" not in str(e.value)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, float("nan"), "7", True])
+def test_workspaces_are_sizes(size: object) -> None:
+    with pytest.raises(InputError, match=r"workspace_bytes: given .*an integer of at least 1"):
+        collect(reference(CONFIG), [], workspace_bytes=size)
+
+
+@pytest.mark.parametrize("launch", [{"warp": 1}, [1], {"rows": 0}, {"attention": "sparse"}])
+def test_a_launch_is_looked_over_before_any_sample(launch: object) -> None:
+    with pytest.raises(ValueError, match="route 'prefix_stream'"):
+        collect(reference(CONFIG), [], launch=launch)
+
+
+def test_lengths_are_integers_of_any_type() -> None:
+    x = inputs(CONFIG)
+    lengths = [torch.tensor(5), np.int64(6), 7]
+    results, report = collect(reference(CONFIG), list(zip(x, lengths, strict=True)))
+    assert report.tokens == 18
+    assert [int(r.any(1).sum()) for r in results] == [5, 6, 7]
+
+
 def test_an_empty_source_is_no_error() -> None:
     results, report = collect(reference(CONFIG), [])
     assert results == []
@@ -128,7 +261,16 @@ def test_an_empty_source_is_no_error() -> None:
         ),
         (torch.zeros(40, 31), r"sample 1: given \(40, 31\)"),
         (torch.zeros(40, 32).half(), r"sample 1: given torch.float16; expected torch.float32"),
-        ((torch.zeros(40, 32), 41), r"sample 1: given length 41; expected 0 to 40"),
+        ((torch.zeros(40, 32), 41), r"sample 1: given length 41; expected an integer from 0 to 40"),
+        ((torch.zeros(40, 32), -1), r"sample 1: given length -1"),
+        ((torch.zeros(40, 32), 3.9), r"sample 1: given length 3\.9"),
+        ((torch.zeros(40, 32), "7"), r"sample 1: given length '7'"),
+        ((torch.zeros(40, 32), True), r"sample 1: given length True"),
+        ((torch.zeros(40, 32), torch.tensor(True)), r"sample 1: given length tensor\(True\)"),
+        ((torch.zeros(40, 32), torch.ones(40, dtype=torch.bool)), r"sample 1: given length tensor"),
+        ((torch.zeros(40, 32), 1, 2), r"sample 1: given a tuple of 3"),
+        (torch.zeros(40, 32).to_sparse(), r"sample 1: given layout torch.sparse_coo"),
+        (torch.zeros(40, 32, device="meta"), r"sample 1: given meta; expected cpu"),
         ([1.0], r"sample 1: given list"),
     ],
 )
