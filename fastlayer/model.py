@@ -16,6 +16,12 @@ from torch.autograd import forward_ad
 
 from fastlayer import admissions as admissions_module
 from fastlayer.admissions import Admissions
+from fastlayer.alterations import (
+    instance_alteration,
+    plain_root,
+    root_alteration,
+    tree_alteration,
+)
 from fastlayer.config import SIZE_RULE, TransformerConfig, as_size
 from fastlayer.contract import GIB, ITEMSIZES, Precision, RuntimeContract
 from fastlayer.device import free_bytes, probe
@@ -24,7 +30,7 @@ from fastlayer.errors import ConfigError, InputError, RouteRefused
 from fastlayer.masks import MaskClassifier, MaskKind
 from fastlayer.reference import ReferenceTransformer
 from fastlayer.routes import ROUTE_NAMES, Bound, Launch, route_named
-from fastlayer.weights import ModelState, plain_root, root_alteration, tree_alteration
+from fastlayer.weights import ModelState
 
 #: Decisions remembered by one model, least recently used out.
 _PLANS = 64
@@ -107,9 +113,9 @@ class FastTransformer(ReferenceTransformer):
 
         ``reference`` is any module with the reference's parameter names; ``config`` defaults to its
         attribute of that name, and ``options`` are the constructor's. Parameters are all that is
-        shared: a class of another kind is taken at its word that it computes the reference's
-        result, but a ``ReferenceTransformer`` that was altered, and would compute another one, is
-        refused.
+        shared. A class of another kind is taken at its word that it computes the reference's
+        result; a ``ReferenceTransformer`` that would compute another one is refused, and so are
+        hooks and patched forwards of any.
 
         Raises:
             InputError: there is no config, names or shapes of parameters differ, or the reference
@@ -147,13 +153,15 @@ class FastTransformer(ReferenceTransformer):
             setattr(model.get_submodule(path), leaf, parameter)
         if isinstance(reference, ReferenceTransformer):
             reason = root_alteration(reference) or tree_alteration(reference, model._shape)
-            if reason:
-                raise InputError(
-                    "from_reference",
-                    f"an altered model: {reason}",
-                    "one that runs as ReferenceTransformer does, for only parameters are shared",
-                    "Undo the alteration, or alter the result of from_reference, which honours it.",
-                )
+        else:
+            reason = instance_alteration(reference)
+        if reason:
+            raise InputError(
+                "from_reference",
+                f"an altered model: {reason}",
+                "one that runs as its class says, for only parameters are shared",
+                "Undo the alteration, or alter the result of from_reference, which honours it.",
+            )
         return model.train(reference.training)
 
     @property

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fastlayer.alterations import call_alteration
 from fastlayer.config import TransformerConfig, as_size
 from fastlayer.contract import GIB, RuntimeContract
 from fastlayer.errors import InputError, RouteError
@@ -31,7 +32,6 @@ from fastlayer.routes.prefix_stream import (
     check_options,
     streaming_objections,
 )
-from fastlayer.weights import alteration, root_alteration
 
 Sample = torch.Tensor | tuple[torch.Tensor, int]
 
@@ -163,8 +163,7 @@ class _Engine:
         self._bound: dict[tuple[int, int], PrefixStream] = {}
         self._tally: Tally | None = None
         self._earlier: list[str] = []
-        if isinstance(model, ReferenceTransformer):
-            _refuse_alterations(model, TransformerConfig.of(model.config))
+        _refuse_alterations(model, TransformerConfig.of(model.config))
         self._take_parameters()
         self.device = self.model.final_norm.weight.device
 
@@ -190,8 +189,7 @@ class _Engine:
 
         Only parameters are shared: whatever else changed that model's result is refused.
         """
-        if isinstance(self._given, ReferenceTransformer):
-            _refuse_alterations(self._given, self.model._shape)
+        _refuse_alterations(self._given, self.model._shape)
         present = _parameters(self._given)
         if present.keys() != self._taken.keys() or any(
             present[name] is not held for name, held in self._taken.items()
@@ -239,7 +237,7 @@ def _refuse_alterations(model: ReferenceTransformer, config: TransformerConfig) 
     Raises:
         RouteError: a call of ``model`` would not run as the plain one's does.
     """
-    reason = root_alteration(model) or alteration(model, config)
+    reason = call_alteration(model, config)
     if reason:
         raise _refusal([reason])
 
