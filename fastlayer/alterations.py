@@ -11,6 +11,7 @@ import itertools
 from operator import attrgetter, call
 from typing import TypeVar
 
+import torch
 from torch import nn
 from torch.nn.modules import module as module_globals
 
@@ -171,6 +172,8 @@ def instance_alteration(module: nn.Module) -> str:
         what = f"the module {name}" if name else "the model"
         if child._forward_hooks or child._forward_pre_hooks:
             return f"{what} carries a hook"
+        if isinstance(child, torch.jit.ScriptModule):
+            continue  # whose instances hold their class's forward
         for own in _CALLED:
             if own in vars(child):
                 return f"{what} carries a {own} of its own"

@@ -21,7 +21,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from fastlayer.config import TransformerConfig
+from fastlayer.alterations import call_alteration
+from fastlayer.config import TransformerConfig, as_size
 from fastlayer.errors import InputError
 from fastlayer.reference import ReferenceAttention, ReferenceBlock, ReferenceTransformer
 
@@ -37,12 +38,21 @@ class Oracle(nn.Module):
     elements) and at most ``workspace_bytes`` more, whatever the batch; a single row of one head's
     scores must fit, ``12 N`` bytes in float32. Autograd never follows it.
 
+    The equality is that of finite values. The reference multiplies the zero probability of a token
+    that a row may not see, invalid or future, with that token's value; so one token with inf or NaN
+    makes NaN of every row of its sample. Here it does so in the rows of its own and later blocks,
+    and in none if it follows the last valid token: such tokens are not read at all.
+
     Args:
-        reference: the model to compute; its parameters are shared, not copied.
+        reference: the model to compute; its parameters are shared, not copied. A judge must be the
+            reference itself, so one whose call would run otherwise is refused, here and in every
+            call. A class that is no ``ReferenceTransformer`` is taken at its word.
         workspace_bytes: bound on the score and feed-forward blocks.
 
     Raises:
-        InputError: ``workspace_bytes`` is not positive, or, when called, cannot hold one row.
+        InputError: ``workspace_bytes`` is not positive, or, when called, cannot hold one row; the
+            reference has a forward, a hook, a submodule or a setting of its own; an input does not
+            fit.
     """
 
     reference: ReferenceTransformer
@@ -51,15 +61,34 @@ class Oracle(nn.Module):
         self, reference: ReferenceTransformer, *, workspace_bytes: int = 2 * 2**30
     ) -> None:
         super().__init__()
-        if workspace_bytes < 1:
+        size = as_size(workspace_bytes)
+        if size is None:
             raise InputError(
-                "workspace_bytes", f"{workspace_bytes}", "at least 1", "Pass a number of bytes."
+                "workspace_bytes",
+                f"{workspace_bytes!r}",
+                "an integer of at least 1",
+                "Pass a number of bytes.",
             )
-        # Registered are the parts, so that parameters have the reference's own names.
         object.__setattr__(self, "reference", reference)
-        self.layers = reference.layers
-        self.final_norm = reference.final_norm
-        self.workspace_bytes = workspace_bytes
+        self.workspace_bytes = size
+        self._take_parts()
+
+    def _take_parts(self) -> None:
+        """Registers the reference's parts, so that parameters have its own names.
+
+        Raises:
+            InputError: a call of the reference would not run as the plain one's does.
+        """
+        reason = call_alteration(self.reference, self.config)
+        if reason:
+            raise InputError(
+                "Oracle",
+                f"an altered reference: {reason}",
+                "one that runs as its class was written",
+                "A judge must be the reference itself: undo the alteration.",
+            )
+        self.layers = self.reference.layers
+        self.final_norm = self.reference.final_norm
 
     @property
     def config(self) -> TransformerConfig:
@@ -70,21 +99,11 @@ class Oracle(nn.Module):
         self, x: torch.Tensor, valid_token_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The reference's result for ``x [B, N, d_model]`` and a bool mask ``[B, N]`` or None."""
-        if x.dim() != 3 or x.shape[-1] != self.config.d_model:
-            raise InputError(
-                "x",
-                f"shape {tuple(x.shape)}",
-                f"[batch, tokens, {self.config.d_model}]",
-                "The last dimension is the model's d_model.",
-            )
-        if valid_token_mask is not None and valid_token_mask.shape != x.shape[:2]:
-            raise InputError(
-                "valid_token_mask",
-                f"shape {tuple(valid_token_mask.shape)}",
-                f"{tuple(x.shape[:2])}",
-                "True marks a valid token; pass None where every token is valid.",
-            )
+        self._take_parts()
+        self._check(x, valid_token_mask)
         out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        if not out.numel():
+            return out
         for index in range(len(x)):
             if valid_token_mask is None:
                 self._sample(x[index], None, out[index])
@@ -93,11 +112,42 @@ class Oracle(nn.Module):
             places = valid.nonzero()
             if not len(places):
                 continue
-            # What follows the last valid token changes nothing before it and is zero itself.
+            # What follows the last valid token is zero, and so is its part in all that precedes it.
             end = int(places[-1]) + 1
             mask = None if len(places) == end else valid[:end]
             self._sample(x[index, :end], mask, out[index, :end])
         return out
+
+    def _check(self, x: object, mask: object) -> None:
+        """Raises ``InputError`` unless both are dense tensors that fit the model and each other."""
+        width = self.config.d_model
+        if not isinstance(x, torch.Tensor) or x.is_nested or x.layout is not torch.strided:
+            raise InputError(
+                "x",
+                type(x).__name__ if not isinstance(x, torch.Tensor) else f"layout {x.layout}",
+                f"a dense tensor [batch, tokens, {width}]",
+                "Pass the activations, padded where lengths differ.",
+            )
+        if x.dim() != 3 or x.shape[-1] != width:
+            raise InputError(
+                "x",
+                f"shape {tuple(x.shape)}",
+                f"[batch, tokens, {width}]",
+                "The last dimension is the model's d_model.",
+            )
+        if mask is None:
+            return
+        given = type(mask).__name__
+        if isinstance(mask, torch.Tensor):
+            if (mask.dtype, mask.shape, mask.device) == (torch.bool, x.shape[:2], x.device):
+                return
+            given = f"shape {tuple(mask.shape)}, {mask.dtype}, on {mask.device}"
+        raise InputError(
+            "valid_token_mask",
+            given,
+            f"shape {tuple(x.shape[:2])}, torch.bool, on {x.device}",
+            "True marks a valid token; pass None where every token is valid.",
+        )
 
     def _sample(self, x: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor) -> None:
         """One sample ``[n, d]`` into ``out``, which serves as the residual on the way."""

@@ -163,7 +163,8 @@ class _Engine:
         self._bound: dict[tuple[int, int], PrefixStream] = {}
         self._tally: Tally | None = None
         self._earlier: list[str] = []
-        _refuse_alterations(model, TransformerConfig.of(model.config))
+        if hasattr(model, "config"):
+            _refuse_alterations(model, TransformerConfig.of(model.config))
         self._take_parameters()
         self.device = self.model.final_norm.weight.device
 
