@@ -65,6 +65,13 @@ NORM_LIMIT = 240.0
 CHECK_BUDGET = 0.5
 CALIBRATED_BUDGET = 0.6
 
+#: What a calibration must have measured: so many spreads in this range, the two around the crossing
+#: no further apart; budgets below it may fall by so little, for float16 rounding is part of them.
+CURVE_POINTS = 8
+CURVE_RANGE = (0.2, 1.2)
+CURVE_STEP = 0.05
+CURVE_SLACK = 0.1
+
 #: Of the acceptance rule that rows are checked by.
 ATOL, RTOL = 0.002, 0.02
 
@@ -319,36 +326,82 @@ def read_guard(text: str) -> Guard:
     """The guard in a file's text: keys threshold, provenance, device, evidence and curve.
 
     Raises:
-        ValueError: the threshold is not at most what ``calibrated_threshold`` makes of the curve.
+        ValueError: it is no such text, or the threshold is not at most what
+            ``calibrated_threshold`` makes of the curve.
     """
-    data = json.loads(text)
-    threshold = data["threshold"]
-    if threshold is None:
-        return Guard(None, str(data["provenance"]))
-    supported = calibrated_threshold([(float(s), float(b)) for s, b in data["curve"]])
-    if not threshold <= supported:
+    try:
+        data = json.loads(text)
+        threshold = data["threshold"]
+        if threshold is None:
+            return Guard(None, str(data["provenance"]))
+        curve = [(float(sigma), float(budget)) for sigma, budget in data["curve"]]
+        guard = Guard(float(threshold), f"calibrated on {data['device']}, {data['evidence']}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"polynomial_guard.json: given {error!r}; expected an object with threshold, "
+            "provenance, device, evidence and a curve of (sigma, budget). Calibrate again."
+        ) from error
+    supported = calibrated_threshold(curve)
+    if not 0.0 < guard.threshold <= supported:  # type: ignore[operator]
         raise ValueError(
             f"polynomial_guard.json: given threshold {threshold}; expected at most "
-            f"{supported:.4f}, where its curve reaches the budget. Calibrate again."
+            f"{supported:.4f}, where its curve reaches the budget, and above 0. Calibrate again."
         )
-    return Guard(float(threshold), f"calibrated on {data['device']}, {data['evidence']}")
+    return guard
 
 
 def calibrated_threshold(curve: Sequence[tuple[float, float]]) -> float:
-    """The spread at which ``(sigma, budget_used)`` first reaches ``CALIBRATED_BUDGET``.
+    """The spread at which ``(sigma, budget_used)`` reaches ``CALIBRATED_BUDGET``.
 
-    Between two points the budget is interpolated linearly; the points are sorted by sigma.
+    Between the two points around it the budget is interpolated linearly, so they must be near one
+    another: budgets rise steeply and level off where softmax saturates, and a long chord may cross
+    far beyond them.
 
     Raises:
-        ValueError: the curve does not cross the budget, so that it supports no threshold.
+        ValueError: the curve supports no threshold: fewer than ``CURVE_POINTS`` spreads within
+            ``CURVE_RANGE``, a crossing that is missing, repeated or wider than ``CURVE_STEP``, or a
+            budget that falls as spreads grow towards it.
     """
     points = sorted(curve)
-    for (left, below), (right, above) in itertools.pairwise(points):
-        if below <= CALIBRATED_BUDGET < above:
-            return left + (right - left) * (CALIBRATED_BUDGET - below) / (above - below)
-    raise ValueError(
-        f"calibration curve of {len(points)} points: expected budgets from below to above "
-        f"{CALIBRATED_BUDGET}. Measure spreads from 0.2 to 1.2."
+    problem = _weakness(points)
+    if problem:
+        raise ValueError(
+            f"calibration curve of {len(points)} points: {problem}; expected budgets that rise "
+            f"from below to above {CALIBRATED_BUDGET} once, at {CURVE_POINTS} or more spreads from "
+            f"{CURVE_RANGE[0]} to {CURVE_RANGE[1]}, at most {CURVE_STEP} apart where they cross. "
+            "Calibrate with the default factors, or with more of them near the crossing."
+        )
+    (left, below), (right, above) = _crossing(points)
+    return left + (right - left) * (CALIBRATED_BUDGET - below) / (above - below)
+
+
+def _weakness(points: list[tuple[float, float]]) -> str:
+    """Why the ascending ``(sigma, budget)`` support no threshold, or ""."""
+    odd = [point for point in points if not all(0.0 <= value < math.inf for value in point)]
+    if odd:
+        return f"{odd[0]} is no spread and budget"
+    inside = {sigma for sigma, _ in points if CURVE_RANGE[0] <= sigma <= CURVE_RANGE[1]}
+    if len(inside) < CURVE_POINTS:
+        return f"{len(inside)} spreads from {CURVE_RANGE[0]} to {CURVE_RANGE[1]}"
+    budgets = [budget for _, budget in points]
+    rising = [budget for budget in budgets if budget <= CALIBRATED_BUDGET]
+    if budgets[: len(rising)] != rising:
+        return f"the budget falls below {CALIBRATED_BUDGET} again"
+    if not 0 < len(rising) < len(budgets):
+        return "no crossing"
+    for sofar, (sigma, budget) in zip(itertools.accumulate(rising, max), points, strict=False):
+        if budget < sofar - CURVE_SLACK:
+            return f"the budget falls from {sofar:.3g} to {budget:.3g} at spread {sigma:.3g}"
+    (left, _), (right, _) = _crossing(points)
+    if right - left > CURVE_STEP:
+        return f"it crosses between spreads {left:.3g} and {right:.3g}"
+    return ""
+
+
+def _crossing(points: list[tuple[float, float]]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """The two neighbours around the budget."""
+    return next(
+        pair for pair in itertools.pairwise(points) if pair[0][1] <= CALIBRATED_BUDGET < pair[1][1]
     )
 
 

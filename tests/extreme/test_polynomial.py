@@ -109,17 +109,55 @@ def test_the_committed_guard_is_exact_or_supported_by_its_curve() -> None:
     assert (guard.threshold is None) == (guard.provenance == "uncalibrated")
 
 
-def test_a_threshold_needs_a_curve_that_crosses_the_budget() -> None:
-    curve = [(0.8, 4.5), (0.33, 0.4), (0.45, 0.5), (0.6, 2.0)]
-    assert polynomial.calibrated_threshold(curve) == pytest.approx(0.45 + 0.15 * 0.1 / 1.5)
-    for short in ([], curve[:1], [(0.2, 0.3), (0.4, 0.5)], [(0.2, 0.7), (0.4, 0.9)]):
-        with pytest.raises(ValueError, match=r"expected budgets from below to above 0\.6"):
-            polynomial.calibrated_threshold(short)
-    text = {"threshold": 0.46, "curve": curve, "device": "a GPU", "evidence": "a file"}
+#: Of the shape and the density that the default factors give.
+CURVE = [
+    (0.206, 0.39), (0.275, 0.38), (0.344, 0.43), (0.379, 0.5), (0.413, 0.56), (0.448, 0.72),
+    (0.482, 0.9), (0.516, 1.2), (0.585, 2.0), (0.689, 3.1), (0.861, 5.5), (1.033, 10.0),
+    (1.24, 9.0),
+]  # fmt: skip
+
+
+def test_a_threshold_is_where_the_curve_crosses_the_budget() -> None:
+    expected = 0.413 + 0.035 * 0.04 / 0.16
+    assert polynomial.calibrated_threshold(CURVE[::-1]) == pytest.approx(expected)
+    failed = [(sigma, 1e9 if sigma > 0.43 else budget) for sigma, budget in CURVE]
+    assert polynomial.calibrated_threshold(failed) == pytest.approx(0.413, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("curve", "problem"),
+    [
+        ([], "0 spreads from"),
+        ([(0.0, 0.39), (3300.0, 1e9)], "0 spreads from"),
+        (CURVE[2:9], "7 spreads from"),
+        ([*CURVE[2:8], *CURVE[2:8]], "6 spreads from"),
+        ([*CURVE[:4], *CURVE[6:]], r"it crosses between spreads 0\.379 and 0\.482"),
+        ([(s, 0.39) for s, _ in CURVE], "no crossing"),
+        ([(s, 0.7) for s, _ in CURVE], "no crossing"),
+        ([(s, 1.0 - b / 10) for s, b in CURVE], r"falls below 0\.6 again"),
+        ([*CURVE[:-1], (1.24, 0.5)], r"falls below 0\.6 again"),
+        ([(0.206, 0.9), *CURVE[1:]], r"falls below 0\.6 again"),
+        ([(0.206, 0.55), *CURVE[1:]], r"falls from 0\.55 to 0\.38 at spread 0\.275"),
+        ([(0.206, float("nan")), *CURVE[1:]], r"nan\) is no spread and budget"),
+        ([*CURVE, (float("inf"), 9.0)], "is no spread and budget"),
+        ([(-0.1, 0.3), *CURVE], "is no spread and budget"),
+    ],
+)
+def test_a_coarse_or_strange_curve_supports_no_threshold(curve: list, problem: str) -> None:
+    with pytest.raises(ValueError, match=rf"calibration curve of {len(curve)} points: .*{problem}"):
+        polynomial.calibrated_threshold(curve)
+
+
+def test_a_guard_is_read_if_its_curve_supports_it() -> None:
+    text = {"threshold": 0.421, "curve": CURVE, "device": "a GPU", "evidence": "a file"}
     guard = polynomial.read_guard(json.dumps(text))
-    assert guard == Guard(0.46, "calibrated on a GPU, a file")
-    with pytest.raises(ValueError, match=r"given threshold 0\.47; expected at most 0\.46"):
-        polynomial.read_guard(json.dumps({**text, "threshold": 0.47}))
+    assert guard == Guard(0.421, "calibrated on a GPU, a file")
+    for threshold in (0.43, 0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"given threshold .*; expected at most 0\.42"):
+            polynomial.read_guard(json.dumps({**text, "threshold": threshold}))
+    for odd in ("{}", "[]", "?", json.dumps({**text, "curve": [1]}), json.dumps({"threshold": 1})):
+        with pytest.raises(ValueError, match="expected an object with threshold"):
+            polynomial.read_guard(odd)
 
 
 def test_exact_rows_are_exact_over_blocks_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
