@@ -152,7 +152,9 @@ def _arguments(launch: Launch) -> list[str]:
     return [repr(values.pop("form")), *(f"{key}={value!r}" for key, value in values.items())]
 
 
-def _prove(trials: Sequence[Trial], config: TransformerConfig, maximum: bool) -> None:
+def _prove(
+    trials: Sequence[Trial], config: TransformerConfig, keeps_maximum: Callable[[Launch], bool]
+) -> None:
     import torch
 
     from fastlayer.kernels.proof import Claim, refusal
@@ -162,6 +164,7 @@ def _prove(trials: Sequence[Trial], config: TransformerConfig, maximum: bool) ->
     capability = (facts.major, facts.minor)
 
     def proven(trial: Trial) -> str:
+        maximum = keeps_maximum(trial.launch)
         return refusal(Claim(trial.launch, config, False, maximum, index, facts.name, capability))
 
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 2)) as pool:
@@ -169,7 +172,7 @@ def _prove(trials: Sequence[Trial], config: TransformerConfig, maximum: bool) ->
             trial.refused = reason
 
 
-def _time(trials: Sequence[Trial], config: TransformerConfig, maximum: bool) -> None:
+def _time(trials: Sequence[Trial], config: TransformerConfig) -> None:
     """Median milliseconds of a replayed graph for each trial, all in turn in every round."""
     import time
 
@@ -251,22 +254,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.manual_seed(1234)
     state = ReferenceTransformer(config).state_dict()
     bounds = pack(state, sizes_for(trials[0].launch, config)).score_bounds
-    maximum = trials[0].launch.keeps_maximum(bounds)
     print(f"case {options.case}: {config.label()}, sm_{capability}, {len(trials)} launches")
 
     jobs = max(1, os.cpu_count() or 1)
+
+    def keeps_maximum(launch: Launch) -> bool:
+        return launch.keeps_maximum(bounds, sizes_for(launch, config))
+
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as workers:
 
         def compiled(launch: Launch) -> list[dict[str, int]]:
+            maximum = keeps_maximum(launch)
             return workers.submit(compile_launch, launch, config, maximum, capability).result()
 
         prune(trials, compiled, SHARED_LIMITS[capability])
     left = [trial for trial in trials if not trial.refused]
     timed = capability == present
     if timed:
-        _prove(left, config, maximum)
+        _prove(left, config, keeps_maximum)
         left = [trial for trial in left if not trial.refused]
-        _time(left, config, maximum)
+        _time(left, config)
 
     for trial in sorted(trials, key=lambda trial: (trial.refused != "", trial.milliseconds)):
         took = "" if math.isnan(trial.milliseconds) else f"{trial.milliseconds:.4f} ms "

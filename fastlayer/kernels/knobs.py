@@ -17,9 +17,13 @@ WIDEST = 128
 #: Keys that a strip's attention takes at once, for all of its heads.
 LONGEST_STRIPS = 128
 
-#: Scores below this power of two, and above its inverse, keep float16 probabilities within a bit of
-#: the normal range (2**-14 to 2**16), so a softmax may leave out its maximum.
+#: Scores below this power of two, and above its inverse, keep float16 weights within a bit of the
+#: normal range (2**-14 to 2**16), so a softmax may leave out its maximum.
 SAFE_SCORE_BOUND = 15.0
+
+#: The same where weights are divided by their sum before they are rounded: a thousand of them, and
+#: the inverse of their sum, stay within float32's normal range (2**-126 to 2**128).
+SAFE_SCORE_BOUND_AT_ONCE = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +97,16 @@ class Launch:
             options["maxnreg"] = self.max_registers
         return options
 
-    def keeps_maximum(self, score_bounds: Sequence[float]) -> bool:
+    def takes_keys_at_once(self, sizes: FusedSizes) -> bool:
+        """Whether a row meets all its keys in one block, so that its softmax is a whole one."""
+        blocked = self.tiles(sizes) * self.rows > self.keys
+        return self.form in ("single", "strips") or (self.form == "wavefront" and not blocked)
+
+    def keeps_maximum(self, score_bounds: Sequence[float], sizes: FusedSizes) -> bool:
         """Whether softmax must subtract its maximum: unless every layer's bound is safe."""
-        return not all(bound <= SAFE_SCORE_BOUND for bound in score_bounds)
+        at_once = self.takes_keys_at_once(sizes)
+        safe = SAFE_SCORE_BOUND_AT_ONCE if at_once else SAFE_SCORE_BOUND
+        return not all(bound <= safe for bound in score_bounds)
 
     def objections(self, sizes: FusedSizes) -> list[str]:
         """Why this launch cannot compute such a model; empty where it can."""

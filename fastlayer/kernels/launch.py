@@ -54,7 +54,7 @@ def new_workspace(launch: Launch, sizes: FusedSizes, device: torch.device | str)
 def operands(launch: Launch, sizes: FusedSizes, weights: FusedWeights) -> Operands:
     """The operands of ``launch``; for strips the matrices are laid in fragment order."""
     rest = (weights.biases, weights.final)
-    maximum = launch.keeps_maximum(weights.score_bounds)
+    maximum = launch.keeps_maximum(weights.score_bounds, sizes)
     if launch.form != "strips":
         return Operands((weights.qkv, weights.out, weights.ffn_in, weights.ffn_out, *rest), maximum)
     query, keys_values = weights.qkv.split([sizes.heads_width, 2 * sizes.heads_width], dim=2)
@@ -191,6 +191,7 @@ def _common(launch: Launch, sizes: FusedSizes, packed: Operands, masked: bool) -
         "LAYERS": sizes.num_layers,
         "LENGTHS": masked,
         "ROWS": launch.rows,
+        "SCALE": sizes.score_scale,
         "MAXIMUM": packed.maximum,
         "EXACT_GELU": launch.exact_gelu,
         "CHUNK": min(launch.chunk, sizes.hidden),
@@ -238,7 +239,7 @@ def _wavefront(
         **_common(launch, sizes, packed, masked),
         **_tiled(launch, sizes),
         "TILES": power_of_two(tiles),
-        "ONCE": launch.tiles(sizes) * launch.rows <= launch.keys,
+        "ONCE": launch.takes_keys_at_once(sizes),
         "FLAT": launch.flat,
         "BY_TILE": launch.by_tile,
     }

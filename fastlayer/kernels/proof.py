@@ -330,7 +330,7 @@ def claims_of_this_device(masked: bool = False) -> list[Claim]:
         state = ReferenceTransformer(config).state_dict()
         for launch in launches:
             bounds = pack(state, sizes_for(launch, config)).score_bounds
-            maximum = launch.keeps_maximum(bounds)
+            maximum = launch.keeps_maximum(bounds, sizes_for(launch, config))
             claims.append(Claim(launch, config, masked, maximum, index, facts.name, capability))
     return claims
 

@@ -32,7 +32,7 @@ from fastlayer.kernels.compile import (
     ptxas_version,
     resources,
 )
-from fastlayer.kernels.knobs import Launch
+from fastlayer.kernels.knobs import Launch, sizes_for
 from fastlayer.kernels.launches import CAPABILITIES, COMPILED, MEASURED
 from fastlayer.kernels.warm import WarmLaunch
 
@@ -87,10 +87,6 @@ class HalfVariant:
         return f"sm_{self.capability} case {self.case} half_gemm {self.kernel}"
 
 
-#: Cases whose default initialisation proves that softmax needs no maximum.
-_PROVEN = (7, 9)
-
-
 #: The disclosed case that ``half_gemm`` is for, and its kernels.
 _HALF_CASE = 8
 _HALF_KERNELS = ("normalise", "finish", "activated", "attend")
@@ -104,7 +100,9 @@ def variants(capability: int) -> Iterator[Variant | HalfVariant]:
     for case, rows in table.items():
         for row in rows:
             for part in (0, 1, CASES[case].num_layers) if row.launch.form == "layers" else (0,):
-                yield Variant(capability, case, row.launch, case not in _PROVEN, part)
+                # The disclosed weights prove that a softmax over all keys at once needs no maximum.
+                maximum = not row.launch.takes_keys_at_once(sizes_for(row.launch, CASES[case]))
+                yield Variant(capability, case, row.launch, maximum, part)
 
 
 def measure(variant: Variant | HalfVariant) -> Resources:

@@ -28,7 +28,8 @@ def single_kernel(
     D: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     HEADS: tl.constexpr, G: tl.constexpr, F: tl.constexpr, LAYERS: tl.constexpr,
     CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, MAXIMUM: tl.constexpr, EXACT_GELU: tl.constexpr, STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, SCALE: tl.constexpr, MAXIMUM: tl.constexpr, EXACT_GELU: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """See the module. ``HEADS`` heads share a group of ``GROUP`` columns; ``G = heads_width``."""
     PER: tl.constexpr = ROWS // SPAN
@@ -76,18 +77,19 @@ def single_kernel(
             wv = tl.load(weights + 2 * G)
             w_out = tl.load(wo + column[:, None] * W + cols[None, :])
             q = (tl.dot(h, wq) + tl.load(bias + column)[None, :]).to(tl.float16)
-            k = tl.trans(tl.dot(h, wk).to(tl.float16))
+            k = tl.dot(h, wk) + tl.load(bias + G + column)[None, :]
+            k = tl.trans(k.to(tl.float16))
             v = (tl.dot(h, wv) + tl.load(bias + 2 * G + column)[None, :]).to(tl.float16)
             if HEADS == 1:
                 s = tl.where(visible, tl.dot(q, k), float("-inf"))
-                o = softmax_whole(s, v, MAXIMUM)
+                o = softmax_whole(s, v, SCALE, MAXIMUM)
             else:
                 o = tl.zeros([ROWS, GROUP], tl.float32)
                 for i in tl.static_range(HEADS):
                     own = (head // (GROUP // HEADS) == i)[None, :]
                     s = tl.dot(tl.where(own, q, 0.0), k)
                     s = tl.where(visible, s, float("-inf"))
-                    o = tl.where(own, softmax_whole(s, v, MAXIMUM), o)
+                    o = tl.where(own, softmax_whole(s, v, SCALE, MAXIMUM), o)
             x = tl.dot(o.to(tl.float16), w_out, x)
         ffn = bias + 3 * G + W
         x = feed_forward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 #: Narrowest operand dimension of a 16-bit matrix instruction along its contraction.
@@ -46,6 +47,11 @@ class FusedSizes:
     @property
     def head_dim(self) -> int:
         return self.d_model // self.num_heads
+
+    @property
+    def score_scale(self) -> float:
+        """From a product of q and k to a score in powers of two: ``head_dim**-0.5 log2(e)``."""
+        return math.log2(math.e) / math.sqrt(self.head_dim)
 
     @property
     def width(self) -> int:

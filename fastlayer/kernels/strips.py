@@ -71,7 +71,8 @@ def strips_kernel(
     D: tl.constexpr, W: tl.constexpr, H: tl.constexpr, HEAD: tl.constexpr, F: tl.constexpr,
     LAYERS: tl.constexpr, LENGTHS: tl.constexpr, STRIPS: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, PASSES: tl.constexpr, QKV_CHUNK: tl.constexpr, CHUNK: tl.constexpr,
-    WARPS: tl.constexpr, MAXIMUM: tl.constexpr, EXACT_GELU: tl.constexpr, EARLY: tl.constexpr,
+    WARPS: tl.constexpr, SCALE: tl.constexpr, MAXIMUM: tl.constexpr, EXACT_GELU: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """See the module. ``H`` heads of ``HEAD`` columns, both powers of two; ``KEYS >= tokens``."""
     G: tl.constexpr = H * HEAD
@@ -172,10 +173,11 @@ def strips_kernel(
                 cache_modifier=".cg",
             )  # fmt: skip
             s = tl.where(visible, tl.dot(q, k), float("-inf"))
-            e = tl.exp2(s - tl.max(s, axis=2)[:, :, None] if MAXIMUM else s)
-            total = tl.sum(e, axis=2)
-            o = tl.dot(e.to(tl.float16), v)
-            o = (o * reciprocal(total)[:, :, None]).to(tl.float16)
+            top = tl.max(s, axis=2)[:, :, None] * SCALE if MAXIMUM else 0.0
+            e = tl.exp2(s * SCALE - top)
+            # Rounded are probabilities, as the reference rounds them: see ``softmax_whole``.
+            e *= reciprocal(tl.sum(e, axis=2))[:, :, None]
+            o = tl.dot(e.to(tl.float16), v).to(tl.float16)
             o = tl.permute(tl.reshape(o, [HEADS, HEIGHT, 16, HEAD]), (1, 2, 0, 3))
             o = tl.reshape(o, [ROWS, PART])
             if EARLY:

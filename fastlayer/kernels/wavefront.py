@@ -67,7 +67,7 @@ def attend_once(
     x, sequence_ptr, wo_ptr, tile, limit,
     W: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
     G: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
-    MAXIMUM: tl.constexpr, STAGES: tl.constexpr,
+    SCALE: tl.constexpr, MAXIMUM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``x + softmax(q k^T) v Wo`` where all keys below ``limit`` fit one block of ``KEYS``."""
     rows = tile * ROWS + tl.arange(0, ROWS)
@@ -94,7 +94,7 @@ def attend_once(
             if CAUSAL:
                 visible = rows[:, None] >= keys[None, :]
             s = tl.where(visible, tl.dot(query, k), float("-inf"))
-            o = tl.where(own, softmax_whole(s, v, MAXIMUM), o)
+            o = tl.where(own, softmax_whole(s, v, SCALE, MAXIMUM), o)
         x = tl.dot(o.to(tl.float16), w, x)
     return x
 
@@ -104,7 +104,7 @@ def attend_blocks(
     x, sequence_ptr, wo_ptr, tile, limit,
     W: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
     G: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
-    MAXIMUM: tl.constexpr, STAGES: tl.constexpr,
+    SCALE: tl.constexpr, MAXIMUM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``x + softmax(q k^T) v Wo`` over blocks of ``KEYS`` keys, of which the last needs a mask.
 
@@ -139,7 +139,7 @@ def attend_blocks(
                 s = tl.where(rows[:, None] >= (start + keys)[None, :], s, float("-inf"))
             else:
                 s = tl.where((start + keys < limit)[None, :], s, float("-inf"))
-        m, total, acc = softmax_step(s, m, total, acc, v, block > 0, MAXIMUM)
+        m, total, acc = softmax_step(s, m, total, acc, v, block > 0, SCALE, MAXIMUM)
         if block == blocks - 1:
             o = acc * reciprocal(total)[:, None]
             if HEADS > 1:
@@ -153,7 +153,7 @@ def attend_heads(
     x, sequence_ptr, wo_ptr, tile, limit,
     W: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
     G: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
-    MAXIMUM: tl.constexpr, STAGES: tl.constexpr,
+    SCALE: tl.constexpr, MAXIMUM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As ``attend_blocks``, a loop a head; a head's masked block waits in registers meanwhile."""
     rows = tile * ROWS + tl.arange(0, ROWS)
@@ -188,9 +188,9 @@ def attend_heads(
         for start in tl.range(0, last, KEYS, num_stages=STAGES):
             k = tl.load(k_ptrs + start * (3 * G) + column, cache_modifier=".cg")
             v = tl.load(v_ptrs + start * (3 * G) + column, cache_modifier=".cg")
-            m, total, acc = softmax_step(tl.dot(q, k), m, total, acc, v, True, MAXIMUM)
+            m, total, acc = softmax_step(tl.dot(q, k), m, total, acc, v, True, SCALE, MAXIMUM)
         s = tl.where(visible, tl.dot(q, k_last), float("-inf"))
-        m, total, acc = softmax_step(s, m, total, acc, v_last, True, MAXIMUM)
+        m, total, acc = softmax_step(s, m, total, acc, v_last, True, SCALE, MAXIMUM)
         o = acc * reciprocal(total)[:, None]
         if HEADS > 1:
             o = tl.where(own, o, 0.0)
@@ -203,22 +203,23 @@ def add_attention(
     x, sequence_ptr, wo_ptr, tile, limit,
     W: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
     G: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, ONCE: tl.constexpr,
-    FLAT: tl.constexpr, CAUSAL: tl.constexpr, MAXIMUM: tl.constexpr, STAGES: tl.constexpr,
+    FLAT: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr, MAXIMUM: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """``x + attention``, bias apart, from the Q, K, V stored at ``sequence_ptr [., 3 G]``."""
     if ONCE:
         return attend_once(
             x, sequence_ptr, wo_ptr, tile, limit,
-            W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, CAUSAL, MAXIMUM, STAGES,
+            W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, CAUSAL, SCALE, MAXIMUM, STAGES,
         )  # fmt: skip
     if FLAT:
         return attend_blocks(
             x, sequence_ptr, wo_ptr, tile, limit,
-            W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, CAUSAL, MAXIMUM, STAGES,
+            W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, CAUSAL, SCALE, MAXIMUM, STAGES,
         )  # fmt: skip
     return attend_heads(
         x, sequence_ptr, wo_ptr, tile, limit,
-        W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, CAUSAL, MAXIMUM, STAGES,
+        W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, CAUSAL, SCALE, MAXIMUM, STAGES,
     )  # fmt: skip
 
 
@@ -230,8 +231,8 @@ def wavefront_kernel(
     HEADS: tl.constexpr, G: tl.constexpr, F: tl.constexpr, LAYERS: tl.constexpr,
     LENGTHS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     ONCE: tl.constexpr, FLAT: tl.constexpr, BY_TILE: tl.constexpr, QKV_CHUNK: tl.constexpr,
-    CHUNK: tl.constexpr, MAXIMUM: tl.constexpr, EXACT_GELU: tl.constexpr, STAGES: tl.constexpr,
-    ATTENTION_STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, SCALE: tl.constexpr, MAXIMUM: tl.constexpr, EXACT_GELU: tl.constexpr,
+    STAGES: tl.constexpr, ATTENTION_STAGES: tl.constexpr,
 ):  # fmt: skip
     """See the module. ``keys_ptr [L, batch, tiles * ROWS, 3 G]``, ``flag_ptr [batch, TILES]``.
 
@@ -277,7 +278,8 @@ def wavefront_kernel(
         served &= await_tiles(flags + slots, slots < tile, start + layer + 1)
         x = add_attention(
             x + bo[None, :], here, wo_ptr + layer * (G * W), tile, (tile + 1) * ROWS,
-            W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, ONCE, FLAT, True, MAXIMUM, ATTENTION_STAGES,
+            W, GROUPS, GROUP, HEADS, G, ROWS, KEYS, ONCE, FLAT, True, SCALE, MAXIMUM,
+            ATTENTION_STAGES,
         )  # fmt: skip
         ffn = bias + 3 * G + W
         x = feed_forward(
@@ -294,8 +296,8 @@ def wavefront_kernel(
 def attend_by_head(
     sequence_ptr, tile, limit, length,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, MAXIMUM: tl.constexpr,
-    STAGES: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr,
+    MAXIMUM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Stores ``softmax(q k^T) v`` of a tile in the place of its queries, which nobody else reads.
 
@@ -326,9 +328,9 @@ def attend_by_head(
         for start in tl.range(0, last, KEYS, num_stages=STAGES):
             k = tl.load(k_ptrs + group + start * GROUP, cache_modifier=".cg")
             v = tl.load(v_ptrs + group + start * GROUP, cache_modifier=".cg")
-            m, total, acc = softmax_step(tl.dot(q, k), m, total, acc, v, True, MAXIMUM)
+            m, total, acc = softmax_step(tl.dot(q, k), m, total, acc, v, True, SCALE, MAXIMUM)
         s = tl.where(visible, tl.dot(q, k_last), float("-inf"))
-        m, total, acc = softmax_step(s, m, total, acc, v_last, True, MAXIMUM)
+        m, total, acc = softmax_step(s, m, total, acc, v_last, True, SCALE, MAXIMUM)
         o = (acc * reciprocal(total)[:, None]).to(tl.float16)
         # Every thread has read its queries before any overwrites one.
         tl.debug_barrier()
@@ -364,8 +366,8 @@ def layer_kernel(
     HEADS: tl.constexpr, G: tl.constexpr, F: tl.constexpr, LAYERS: tl.constexpr,
     ATTEND: tl.constexpr, PROJECT: tl.constexpr, LAST: tl.constexpr, CAUSAL: tl.constexpr,
     LENGTHS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, QKV_CHUNK: tl.constexpr,
-    CHUNK: tl.constexpr, MAXIMUM: tl.constexpr, EXACT_GELU: tl.constexpr, STAGES: tl.constexpr,
-    ATTENTION_STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, SCALE: tl.constexpr, MAXIMUM: tl.constexpr, EXACT_GELU: tl.constexpr,
+    STAGES: tl.constexpr, ATTENTION_STAGES: tl.constexpr,
 ):  # fmt: skip
     """A part of one layer, where tiles cannot wait on one another (full attention) or need not.
 
@@ -407,7 +409,7 @@ def layer_kernel(
         here = keys + (done % 2) * stride
         attend_by_head(
             here, tile, limit, span,
-            GROUPS, GROUP, HEADS, G, ROWS, KEYS, CAUSAL, MAXIMUM, ATTENTION_STAGES,
+            GROUPS, GROUP, HEADS, G, ROWS, KEYS, CAUSAL, SCALE, MAXIMUM, ATTENTION_STAGES,
         )  # fmt: skip
         tl.debug_barrier()
         x = tl.load(residual, mask=live[:, None] & real, other=0.0)

@@ -150,11 +150,11 @@ def _bind(state: ModelState, contract: RuntimeContract, launch: Knobs) -> Bound:
     weights = state.get(("fused weights", sizes.narrowest_head), lambda: pack(parameters, sizes))
     if weights.overflow:
         state.notes.append(
-            "fused: a weight folded with its norm or scale leaves float16's range; float32 "
-            "attention ran instead"
+            "fused: a folded weight, or an activation that the weights allow, leaves float16's "
+            "range or precision; float32 attention ran instead"
         )
         return bind_sdpa("sdpa", state, contract, {})
-    maximum = launch.keeps_maximum(weights.score_bounds)
+    maximum = launch.keeps_maximum(weights.score_bounds, sizes)
     index = device.index or 0
     claim = Claim(launch, contract.config, masked, maximum, index, facts.name, facts.capability)
     reason = refusal(claim)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from scaled_models import ACCEPTED, CONFIG, REFUSED, scaled
 from torch.nn import functional as F
 
 from fastlayer import CASES, FastTransformer, ReferenceTransformer, TransformerConfig, make_inputs
@@ -120,6 +121,30 @@ def test_the_folded_body_is_the_model(
     assert torch.equal(x, kept), "the input was written"
 
 
+@pytest.mark.usefixtures("_rows_in_torch")
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_scaled_weights_are_mended(name: str) -> None:
+    reference = scaled(name)
+    state = FastTransformer.from_reference(reference)._runtime.state
+    layers = fold(state.layers, torch.float16)
+    assert all(layer.fits for layer in layers)
+    body = half_gemm.HalfBody(
+        layers, state.final_norm, heads=CONFIG.num_heads, causal=True, capability=(9, 0)
+    )
+    x = torch.randn(CONFIG.batch_size, CONFIG.seq_len, CONFIG.d_model)
+    assert_accepted(body(x, None), reference(x))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_mended_runs_float32_attention_and_notes_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(half_gemm, "bind_sdpa", lambda route, *_: route)
+    state = FastTransformer.from_reference(scaled(name))._runtime.state
+    assert ROUTE.bind(state, CALL, {}) == "sdpa"
+    assert ["float32 attention ran" in note for note in state.notes] == [True]
+
+
 def test_it_serves_the_wide_case() -> None:
     assert ROUTE.objections(CALL) == []
     assert ROUTE.launches(CALL)[0] == {"execution": "eager", "attention": "kernel", "parts": 2}
@@ -176,11 +201,11 @@ def test_it_objects_and_says_why(changes: dict[str, object], reason: str) -> Non
 
 def test_a_weight_beyond_float16_is_noticed() -> None:
     model = FastTransformer(SMALL)
-    assert all(layer.finite for layer in fold(model._runtime.state.layers, torch.float16))
+    assert all(layer.fits for layer in fold(model._runtime.state.layers, torch.float16))
     with torch.no_grad():
         model.layers[1].norm1.weight[0] = 1e7
     model._runtime.state.refresh()
-    assert not all(layer.finite for layer in fold(model._runtime.state.layers, torch.float16))
+    assert not all(layer.fits for layer in fold(model._runtime.state.layers, torch.float16))
 
 
 @needs_cuda

@@ -98,7 +98,15 @@ def test_a_wrong_record_is_refused(values: dict[str, object], message: str) -> N
 
 
 def test_softmax_keeps_its_maximum_unless_every_layer_is_bounded() -> None:
-    launch = Launch("single")
-    assert not launch.keeps_maximum((10.5, 14.6))
-    assert launch.keeps_maximum((10.5, 16.7))
-    assert launch.keeps_maximum((float("nan"),))
+    config = CASES[1]
+    forms = {
+        100.0: [Launch("single", rows=128), Launch("strips", rows=16), Launch("wavefront")],
+        15.0: [Launch("layers"), Launch("wavefront", keys=64)],
+    }
+    for safe, launches in forms.items():
+        for launch in launches:
+            sizes = sizes_for(launch, config)
+            assert launch.takes_keys_at_once(sizes) is (safe > 15.0)
+            assert not launch.keeps_maximum((10.5, safe - 0.1), sizes)
+            assert launch.keeps_maximum((10.5, safe + 0.1), sizes)
+            assert launch.keeps_maximum((float("nan"),), sizes)

@@ -33,7 +33,7 @@ def test_powers_of_two() -> None:
 
 @pytest.mark.parametrize("heads", [1, 3, 6, 12])
 def test_folded_projections_give_the_scores_of_the_model(heads: int) -> None:
-    """Scores in powers of two differ from the model's by a constant of each query: K's bias."""
+    """Nothing but the norm's affine part is folded, so that the same numbers are rounded."""
     config = TransformerConfig(1, 9, 96, heads, 80, 1)
     model, sizes = _model(config), _sizes(config)
     weights = pack(model.state_dict(), sizes)
@@ -42,16 +42,16 @@ def test_folded_projections_give_the_scores_of_the_model(heads: int) -> None:
     normal = torch.nn.functional.layer_norm(x, (96,))
     g = sizes.heads_width
     q = normal @ weights.qkv[0, :96, :g].double() + weights.biases[0, :g].double()
-    k = normal @ weights.qkv[0, :96, g : 2 * g].double()
+    columns = slice(g, 2 * g)
+    k = normal @ weights.qkv[0, :96, columns].double() + weights.biases[0, columns].double()
     h = layer.norm1(x)
     for head in range(heads):
         own = slice(head * config.head_dim, (head + 1) * config.head_dim)
         exact = layer.attention.q_proj(h)[:, own] @ layer.attention.k_proj(h)[:, own].T
-        exact = exact * config.head_dim**-0.5 * math.log2(math.e)
         start = head * sizes.padded_head
         folded = q[:, start : start + sizes.padded_head] @ k[:, start : start + sizes.padded_head].T
-        difference = folded - exact
-        assert (difference - difference.mean(1, keepdim=True)).abs().max() < 5e-3
+        assert (folded - exact).abs().max() < 2e-2
+        assert sizes.score_scale == pytest.approx(config.head_dim**-0.5 * math.log2(math.e))
 
 
 def test_values_are_the_model_s_to_the_last_bias() -> None:
@@ -66,7 +66,6 @@ def test_values_are_the_model_s_to_the_last_bias() -> None:
     v = normal @ weights.qkv[0, :96, columns].double() + weights.biases[0, columns].double()
     exact = layer.attention.v_proj(layer.norm1(x))
     assert (v[:, :96] - exact).abs().max() < 5e-3
-    assert weights.biases[0, g : 2 * g].abs().max() == 0
     assert v[:, 96:].abs().max() == 0
 
 
@@ -76,11 +75,12 @@ def test_scores_never_exceed_the_bound_and_may_come_near_it() -> None:
     weights = pack(model.state_dict(), sizes)
     g = sizes.heads_width
     wq, wk = weights.qkv[0, :, :g].double(), weights.qkv[0, :, g : 2 * g].double()
-    bias = weights.biases[0, :g].double()
+    bq, bk = weights.biases[0, :g].double(), weights.biases[0, g : 2 * g].double()
+    scale = 16**-0.5 * math.log2(math.e)
 
     def score(rows: torch.Tensor) -> torch.Tensor:
         q, k = torch.nn.functional.layer_norm(rows, (32,)).unbind(1)
-        both = (q @ wq + bias) * (k @ wk)
+        both = scale * (q @ wq + bq) * (k @ wk + bk)
         return both.reshape(-1, 2, 16).sum(2).abs().amax()
 
     bound = weights.score_bounds[0]
@@ -95,9 +95,11 @@ def test_scores_never_exceed_the_bound_and_may_come_near_it() -> None:
     assert 0.5 * bound < worst <= bound
 
 
-@pytest.mark.parametrize(("case", "bound"), [(7, 10.5), (9, 14.6), (10, 16.7), (1, 20.0)])
+@pytest.mark.parametrize(
+    ("case", "bound"), [(7, 10.9), (9, 15.1), (10, 17.2), (1, 20.5), (11, 31.0)]
+)
 def test_bounds_of_the_disclosed_cases(case: int, bound: float) -> None:
-    """At the default initialisation cases 7 and 9 are proven to need no maximum, 1 and 10 not."""
+    """At the default initialisation all are proven to need no maximum where keys come at once."""
     torch.manual_seed(1234)
     model = ReferenceTransformer(CASES[case])
     weights = pack(model.state_dict(), _sizes(CASES[case]))
