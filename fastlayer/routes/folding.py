@@ -6,9 +6,10 @@
                 r += Wout gelu(Win' n(r + s) + b')
 
 n is LayerNorm without its affine part, which goes into the weight that reads it. s is the running
-sum of the biases that r has not been given. q, k and v keep theirs: softmax cannot tell that of k,
-and that of v could be owed like the others, but the reference rounds them with their biases, and
-errors that are the same on both sides cancel in a comparison.
+sum of the biases that r has not been given. That of k is dropped: it adds one number to all scores
+of a query, which softmax cannot tell, while a large one takes k's digits in float16. v's could be
+owed like the others, but the reference rounds v with it, and errors that are the same on both
+sides cancel in a comparison. Weights that float16 would spoil are mended first (``half_range``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from importlib.util import find_spec
 import torch
 from torch.nn import functional as F
 
+from fastlayer.kernels.half_range import Affine, Block
 from fastlayer.weights import LayerWeights
 
 
@@ -27,7 +29,8 @@ class FoldedLayer:
     """One block. Matrices ``[out, in]`` and their biases in the compute dtype.
 
     ``shift1``, ``shift2`` and ``owed``, float32 ``[d]``, are the biases owed to the residual where
-    each norm reads it, and after the block.
+    each norm reads it, and after the block. ``fits``: whether weights and, for any input, q, k, v
+    and the hidden layer keep within the dtype's range and precision.
     """
 
     qkv: torch.Tensor
@@ -39,16 +42,11 @@ class FoldedLayer:
     shift1: torch.Tensor
     shift2: torch.Tensor
     owed: torch.Tensor
-
-    @property
-    def finite(self) -> bool:
-        """Whether nothing left the dtype's range; synchronises with the device."""
-        tensors = (self.qkv, self.qkv_bias, self.out, self.ffn_in, self.ffn_in_bias, self.ffn_out)
-        return all(bool(tensor.isfinite().all()) for tensor in tensors)
+    fits: bool
 
 
 def fold(layers: list[LayerWeights], dtype: torch.dtype) -> list[FoldedLayer]:
-    """Folds in float64, rounds once."""
+    """Folds in float64, rounds once; synchronises with the device."""
     owed = torch.zeros_like(layers[0].out[1], dtype=torch.float64)
     folded = []
     for weights in layers:
@@ -60,31 +58,48 @@ def fold(layers: list[LayerWeights], dtype: torch.dtype) -> list[FoldedLayer]:
 def _fold(
     weights: LayerWeights, owed: torch.Tensor, dtype: torch.dtype
 ) -> tuple[FoldedLayer, torch.Tensor]:
-    qkv, qkv_bias = _after_norm(*weights.packed_qkv(), weights.norm1)
-    ffn_in, ffn_in_bias = _after_norm(*weights.ffn_in, weights.norm2)
-    between = owed + weights.out[1].double()
-    after = between + weights.ffn_out[1].double()
+    q, k, v = (_after_norm(linear, weights.norm1) for linear in (weights.q, weights.k, weights.v))
+    block = Block(
+        q=q,
+        k=Affine(k.weight, torch.zeros_like(k.bias)),
+        v=v,
+        out=_exact(weights.out),
+        ffn_in=_after_norm(weights.ffn_in, weights.norm2),
+        ffn_out=_exact(weights.ffn_out),
+    ).mended()
+    qkv = (block.q, block.k, block.v)
+    operands = {
+        "qkv": torch.cat([each.weight for each in qkv]),
+        "qkv_bias": torch.cat([each.bias for each in qkv]),
+        "out": block.out.weight,
+        "ffn_in": block.ffn_in.weight,
+        "ffn_in_bias": block.ffn_in.bias,
+        "ffn_out": block.ffn_out.weight,
+    }
+    rounded = {name: operand.to(dtype) for name, operand in operands.items()}
+    finite = torch.stack([operand.isfinite().all() for operand in rounded.values()]).all()
+    between = owed + block.out.bias
+    after = between + block.ffn_out.bias
     layer = FoldedLayer(
-        qkv=qkv.to(dtype),
-        qkv_bias=qkv_bias.to(dtype),
-        out=weights.out[0].to(dtype),
-        ffn_in=ffn_in.to(dtype),
-        ffn_in_bias=ffn_in_bias.to(dtype),
-        ffn_out=weights.ffn_out[0].to(dtype),
+        **rounded,
         shift1=owed.float(),
         shift2=between.float(),
         owed=after.float(),
+        fits=bool(finite) and (dtype != torch.float16 or block.fits()),
     )
     return layer, after
 
 
+def _exact(linear: tuple[torch.Tensor, torch.Tensor]) -> Affine:
+    return Affine(*(tensor.double() for tensor in linear))
+
+
 def _after_norm(
-    weight: torch.Tensor, bias: torch.Tensor, norm: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``W (n * gamma + beta) + b`` as ``W' n + b'``, float64."""
-    gamma, beta = (tensor.double() for tensor in norm)
-    exact = weight.double()
-    return exact * gamma, bias.double() + exact @ beta
+    linear: tuple[torch.Tensor, torch.Tensor], norm: tuple[torch.Tensor, torch.Tensor]
+) -> Affine:
+    """``W (n * gamma + beta) + b`` as ``W' n + b'``."""
+    (weight, bias), (gamma, beta) = _exact(linear), _exact(norm)
+    return Affine(weight * gamma, bias + weight @ beta)
 
 
 def normalise(x: torch.Tensor, shift: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

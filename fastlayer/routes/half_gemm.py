@@ -9,7 +9,7 @@
 n is LayerNorm without its affine part, which is folded into the weight that reads it (W', b');
 s is the running sum of the biases that r has not been given. So nothing but two normalisations a
 layer passes over memory between the products. What is rounded to float16 is what the reference
-rounds to TF32's equal mantissa (normalised activations, q, k and v with their biases, divided
+rounds to TF32's equal mantissa (normalised activations, q, k but for its bias, v, divided
 probabilities), so most roundings are the same and cancel in a comparison.
 """
 
@@ -124,10 +124,10 @@ class HalfGemmRoute:
         """
         check_launch(self.name, launch, {**_OPTIONS, "attention": _attentions(contract)})
         layers = state.get(("half_gemm",), lambda: fold(state.layers, torch.float16))
-        if not all(layer.finite for layer in layers):
+        if not all(layer.fits for layer in layers):
             state.notes.append(
-                "half_gemm: a weight folded with its norm leaves float16's range; float32 "
-                "attention ran instead"
+                "half_gemm: a folded weight, or an activation that the weights allow, leaves "
+                "float16's range or precision; float32 attention ran instead"
             )
             return bind_sdpa("sdpa", state, contract, {})
         config, parts = contract.config, int(launch.get("parts") or 1)

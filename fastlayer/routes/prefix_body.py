@@ -136,10 +136,10 @@ class PrefixBody:
         self._room = plan.room
         self._state = state
         layers = self._packed(plan.dtype)
-        if not all(layer.finite for layer in layers):
+        if not all(layer.fits for layer in layers):
             state.notes.append(
-                "prefix_stream: a weight folded with its norm leaves float16's range; float32 ran "
-                "instead, and exact attention"
+                "prefix_stream: a folded weight, or an activation that the weights allow, leaves "
+                "float16's range or precision; float32 ran instead, and exact attention"
             )
             plan = replace(plan, dtype=torch.float32, attention="exact")
             layers = self._packed(plan.dtype)
