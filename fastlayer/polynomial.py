@@ -409,15 +409,17 @@ def check_rows(
     q: torch.Tensor,
     k: torch.Tensor,
     norms: Norms,
+    spread: torch.Tensor,
     *,
     first_row: int,
     by: Operations | None = None,
 ) -> torch.Tensor:
     """Rows to compare with exact attention: int64, not sorted, duplicates possible.
 
-    ``CHECK_ROWS`` sampled over the sequence, and for each head the two rows most likely to be the
-    worst: the query of largest norm, and the query that scores highest with the key of largest
-    norm. A few rare spikes escape a sample, but they need a large query or a large key.
+    ``CHECK_ROWS`` sampled over the sequence, and for each head the four rows most likely to be the
+    worst: two whose own scores spread most (``spread [H, N]``, what ``polynomial_attention``
+    returns: it saw every row), the query of largest norm, and the query that scores highest with
+    the key of largest norm. A few loud rows, or a rare spike, escape a sample; not these.
     """
     heads, tokens, _ = q.shape
     sampled = sampled_rows(first_row, tokens, CHECK_ROWS, _CHECK_SEED, q.device)
@@ -427,7 +429,9 @@ def check_rows(
     with_key = (by or operations()).along(q, largest_key)[:, first_row:]
     before = torch.arange(first_row, tokens, device=q.device) < key[:, None]
     by_key = with_key.masked_fill_(before, float("-inf")).argmax(dim=1)
-    return torch.cat([sampled, by_norm + first_row, by_key + first_row])
+    late = spread[:, first_row:]
+    by_spread = late.topk(min(2, late.shape[1]), dim=1).indices.flatten()
+    return torch.cat([sampled, by_norm + first_row, by_key + first_row, by_spread + first_row])
 
 
 def exact_rows(
@@ -476,8 +480,10 @@ def polynomial_attention(
     *,
     first_row: int,
     chunk: int = CHUNK,
-) -> None:
+) -> torch.Tensor:
     """Writes rows from ``first_row`` on to ``out [H, N, D]``, in plain torch and float32.
+
+    Returns the variance of each row's scores over earlier chunks, ``[H, N]``, zero before that.
 
     The algorithm of the Triton kernel, one head and chunk at a time: ``q, k, v [H, N, D]`` of any
     floating dtype, ``coefficients [H, 4]`` or None for each row's own, ``first_row`` a positive
@@ -485,6 +491,7 @@ def polynomial_attention(
     """
     heads, tokens, dim = q.shape
     scale = dim**-0.5
+    spread = torch.zeros(heads, tokens, device=q.device)
     for head in range(heads):
         keys_sum = torch.zeros(dim, device=q.device)
         values_sum = torch.zeros(dim, device=q.device)
@@ -501,6 +508,7 @@ def polynomial_attention(
                 scores.masked_fill_(future, float("-inf"))
                 mean = (qc @ keys_sum) / start
                 square = ((qc @ moments) * qc).sum(1) / start
+                spread[head, rows] = square - mean * mean
                 if coefficients is None:
                     fit = hermite(mean, (square - mean * mean).clamp(0.0, 1.0).sqrt())
                 else:
@@ -521,3 +529,4 @@ def polynomial_attention(
                 first += kc.T @ vc
                 moments += kc.T @ kc
                 second += (kc[:, :, None] * kc[:, None, :]).reshape(len(kc), -1).T @ vc
+    return spread

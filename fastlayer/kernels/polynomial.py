@@ -201,6 +201,7 @@ def scan_kernel(
 @triton.jit
 def outputs_kernel(
     qt_ptr, kt_ptr, v_ptr, mean_ptr, mean1_ptr, moments_ptr, sums_ptr, coefficients_ptr, out_ptr,
+    spread_ptr,
     tokens, padded, v_head, v_row, out_head, out_row, chunks, first_row,
     D: tl.constexpr, SCALE: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, OWN: tl.constexpr, STAGES: tl.constexpr,
@@ -210,7 +211,8 @@ def outputs_kernel(
     ``mean [H, C, pairs, 256, D]``, ``mean1`` and ``moments [H, C, D, D]`` (of k v^T and k k^T) are
     float16; ``sums [H, C, 2, D]`` (means of k, then v) and ``coefficients [H, 4]`` float32. Entry
     c is over chunks 0 to c, so a row of chunk c reads entry c - 1. With ``OWN`` each row fits its
-    own scores and ``coefficients`` are not read.
+    own scores and ``coefficients`` are not read. ``spread [H, N]`` float32 receives the variance of
+    each row's scores over the past.
     """
     head = tl.program_id(1)
     start = first_row + tl.program_id(0) * ROWS
@@ -251,8 +253,11 @@ def outputs_kernel(
     value_mean = tl.load(sums_ptr + entry * (2 * D) + D + cols)
     score = tl.sum(wide_q * key_mean[None, :], axis=1) * SCALE
     score2 = tl.sum(tl.dot(q, tl.load(moments_ptr + square)) * wide_q, axis=1) * (SCALE * SCALE)
+    spread = score2 - score * score
+    here = start + rows
+    tl.store(spread_ptr + head.to(tl.int64) * tokens + here, spread, mask=here < tokens)
     if OWN:
-        variance = tl.minimum(tl.maximum(score2 - score * score, 0.0), 1.0)
+        variance = tl.minimum(tl.maximum(spread, 0.0), 1.0)
         m = (score + 0.5 * variance) * _LOG2E
         c0 = 1.0 - 0.5 * variance - score + 0.5 * score * score
         c1 = 1.0 - score
@@ -365,6 +370,7 @@ class Operands:
     k: torch.Tensor
     v: torch.Tensor
     out: torch.Tensor
+    spread: torch.Tensor
     coefficients: torch.Tensor | None
     mean1: torch.Tensor
     moments: torch.Tensor
@@ -378,6 +384,7 @@ def operands(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
+    spread: torch.Tensor,
     coefficients: torch.Tensor | None,
     past: KeyMoments,
 ) -> Operands:
@@ -389,7 +396,7 @@ def operands(
     if coefficients is not None:
         coefficients = coefficients.float().contiguous()
     linear, second = past.linear.half(), past.second.half()
-    return Operands(q, k, v, out, coefficients, linear, second, past.sums, local, mean)
+    return Operands(q, k, v, out, spread, coefficients, linear, second, past.sums, local, mean)
 
 
 def steps(given: Operands, *, first_row: int, chunk: int, launch: PolynomialLaunch) -> list[Step]:
@@ -421,6 +428,7 @@ def steps(given: Operands, *, first_row: int, chunk: int, launch: PolynomialLaun
         (
             given.q, given.k, given.v, given.mean, given.mean1, given.moments, given.sums,
             given.sums if given.coefficients is None else given.coefficients, given.out,
+            given.spread,
         ),
         (
             tokens, padded, given.v.stride(0), given.v.stride(1), given.out.stride(0),
@@ -447,8 +455,11 @@ def polynomial_attention(
     heads_at_once: int | None = None,
     launch: PolynomialLaunch | None = None,
     past: KeyMoments | None = None,
-) -> None:
+) -> torch.Tensor:
     """Writes rows from ``first_row`` on to ``out``; the module says how, and the shapes.
+
+    Returns the variance of each row's scores over the past, ``[H, N]`` float32, zero before
+    ``first_row``.
 
     ``first_row`` is a positive multiple of ``chunk`` and below N; ``coefficients [H, 4]``, or None
     to fit each row's own scores. Heads go in groups of
@@ -464,13 +475,17 @@ def polynomial_attention(
     q, k = columns(q, chunk), columns(k, chunk)
     past = moments(k, v, chunk) if past is None else past
     group = heads_at_once or heads
+    spread = torch.zeros(q.shape[:2], device=q.device)
     for at in range(0, heads, group):
         part = slice(at, at + group)
         fixed = None if coefficients is None else coefficients[part]
-        given = operands(q[part], k[part], v[part], out[part], fixed, past.heads(part))
+        given = operands(
+            q[part], k[part], v[part], out[part], spread[part], fixed, past.heads(part)
+        )
         for step in steps(given, first_row=first_row, chunk=chunk, launch=launch):
             step()
         del given
+    return spread
 
 
 def moments(k: torch.Tensor, v: torch.Tensor, chunk: int) -> KeyMoments:

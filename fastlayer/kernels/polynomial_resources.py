@@ -63,7 +63,7 @@ def hollow_steps(head_dim: int, launch: PolynomialLaunch) -> list[Step]:
         queries = torch.empty(_HEADS, count, head_dim, dtype=torch.float16)
         places = torch.empty(count, dtype=torch.int32)
         partial = torch.empty(_HEADS, 1, count, head_dim)
-    given = Operands(t, t, v, out, None, mean, mean, single, single, mean)
+    given = Operands(t, t, v, out, single, None, mean, mean, single, single, mean)
     return [
         *steps(given, first_row=EXACT_ROWS, chunk=CHUNK, launch=launch),
         moments_step(t, v, single, single, single, CHUNK),

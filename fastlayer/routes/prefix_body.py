@@ -281,7 +281,7 @@ class PrefixBody:
         context[:first] = exact_attention(q[:, :first], k[:, :first], v[:, :first], plan.backend)
         out = context.view(tokens, heads, dim).transpose(0, 1)
         if q.is_cuda:
-            kernel.polynomial_attention(
+            spread = kernel.polynomial_attention(
                 q,
                 k,
                 v,
@@ -293,11 +293,11 @@ class PrefixBody:
                 past=seen.past,
             )
         else:
-            polynomial.polynomial_attention(
+            spread = polynomial.polynomial_attention(
                 q, k, v, out, coefficients, first_row=first, chunk=chunk
             )
         tally.layers["polynomial"] += 1
-        rows = polynomial.check_rows(q, k, seen.norms, first_row=first, by=by)
+        rows = polynomial.check_rows(q, k, seen.norms, spread, first_row=first, by=by)
         exact = by.exact_rows(q, k, v, rows).transpose(0, 1).reshape(len(rows), -1)
         ours, theirs = h[rows], h[rows]
         _finish(layer, ours, context[rows])

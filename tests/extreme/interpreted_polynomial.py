@@ -65,13 +65,15 @@ def run(check: Check) -> dict[str, object]:
     found = polynomial.survey(q, k, v, first_row=first, chunk=check.chunk).scores
     coefficients = polynomial.coefficients_of(check.kind, found)
     launch = PolynomialLaunch(rows=64, keys=64, state_rows=64)
-    launch_kernel(
+    spread = launch_kernel(
         q, k, v, out, coefficients, first_row=first, chunk=check.chunk,
         heads_at_once=check.group, launch=launch,
     )  # fmt: skip
     wide = [t.float() for t in (q, k, v)]
     twin = torch.zeros_like(wide[0])
-    polynomial.polynomial_attention(*wide, twin, coefficients, first_row=first, chunk=check.chunk)
+    wide_spread = polynomial.polynomial_attention(
+        *wide, twin, coefficients, first_row=first, chunk=check.chunk
+    )
     exact = F.scaled_dot_product_attention(*(t[None] for t in wide), is_causal=True)[0]
     late = slice(first, None)
     ours, theirs = kernel_operations(check.chunk), polynomial.operations(check.chunk)
@@ -79,7 +81,7 @@ def run(check: Check) -> dict[str, object]:
     across = columns(q, check.chunk), columns(k, check.chunk)
     assert all(columns(t, check.chunk) is t for t in across)
     norms = polynomial.Norms.of(q, k, theirs)
-    rows = polynomial.check_rows(q, k, norms, first_row=first, by=theirs)
+    rows = polynomial.check_rows(q, k, norms, spread, first_row=first, by=theirs)
     rows = torch.cat([rows, torch.tensor([0, check.tokens - 1])])
     return {
         "finite": bool(out[:, late].isfinite().all()),
@@ -92,6 +94,7 @@ def run(check: Check) -> dict[str, object]:
                 astuple(ours.moments(across[1], v)), astuple(theirs.moments(k, v)), strict=True
             )
         ),
+        "spread": float((spread - wide_spread).abs().max() / wide_spread.max()),
         "along": max(
             float((ours.along(t, vector) / theirs.along(t, vector) - 1).abs().max())
             for t, vector in ((across[0], None), (k, k[:, 3]))

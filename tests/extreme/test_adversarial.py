@@ -91,14 +91,34 @@ def hidden_burst() -> Inputs:
     return q, k, v
 
 
+def loud_rows(seed: int, known: bool) -> Inputs:
+    """Half a percent of the rows are wide, none of them sampled if the places are ``known``.
+
+    The query of largest norm is orthogonal to every key, and the key of largest norm is the last:
+    neither leads to a loud row.
+    """
+    q, k, v = tame(0.1)
+    generator = torch.Generator().manual_seed(seed)
+    loud = torch.rand(TOKENS, generator=generator) < 0.005
+    if known:
+        for count, place in ((polynomial.GUARD_ROWS, 14), (polynomial.CHECK_ROWS, 41)):
+            loud[polynomial.sampled_rows(FIRST, TOKENS, count, place, "cpu")] = False
+    q[0, loud] *= 12.0
+    direction = F.normalize(torch.ones(DIM), dim=0)
+    k -= (k @ direction)[..., None] * direction
+    q[:, 5001] = direction * 60.0
+    k[:, -1] *= 40.0
+    return q, k, v
+
+
 def defended(inputs: Inputs) -> tuple[str, float, float]:
     """What stopped the polynomial ("" if nothing did), its checked budget, and its true one."""
     q, k, v = inputs
     seen = polynomial.survey(q, k, v, first_row=FIRST, chunk=CHUNK)
     refusal = GUARD.objection(seen.scores)
     out = torch.zeros_like(q)
-    polynomial.polynomial_attention(q, k, v, out, None, first_row=FIRST, chunk=CHUNK)
-    rows = polynomial.check_rows(q, k, seen.norms, first_row=FIRST)
+    spread = polynomial.polynomial_attention(q, k, v, out, None, first_row=FIRST, chunk=CHUNK)
+    rows = polynomial.check_rows(q, k, seen.norms, spread, first_row=FIRST)
     exact_rows = polynomial.exact_rows(q, k, v, rows)
     checked = float(polynomial.budget_used(out[:, rows], exact_rows))
     exact = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
@@ -131,3 +151,11 @@ def test_each_kind_is_caught_or_passes(kind: Callable[[], Inputs], by: str) -> N
     stopped, checked, true = defended(kind())
     assert stopped or true <= 1.0, f"checked {checked:.2f}, true {true:.2f}"
     assert stopped.startswith(by), f"stopped by {stopped!r}, checked {checked:.2f}, true {true:.2f}"
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["at random", "where nothing looks"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_few_loud_rows_are_caught_behind_decoys(seed: int, known: bool) -> None:
+    stopped, checked, true = defended(loud_rows(seed, known))
+    assert true > 1.0, "the adversary is harmless"
+    assert stopped, f"checked {checked:.2f}, true {true:.2f}"

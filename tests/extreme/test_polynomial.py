@@ -174,9 +174,12 @@ def test_checked_rows_hold_the_likely_worst() -> None:
     k[1, 900] *= 40.0
     q[1, 1500] = k[1, 900] * 0.1
     q[1, 300] = k[1, 900]
-    rows = polynomial.check_rows(q, k, Norms.of(q, k, polynomial.operations()), first_row=256)
-    assert len(rows) == polynomial.CHECK_ROWS + 4
-    assert {777, 1500} <= set(rows.tolist())
+    spread = torch.zeros(2, 2048)
+    spread[0, [600, 601]], spread[1, [100, 2047]] = 3.0, 5.0
+    norms = Norms.of(q, k, polynomial.operations())
+    rows = polynomial.check_rows(q, k, norms, spread, first_row=256)
+    assert len(rows) == polynomial.CHECK_ROWS + 8
+    assert {777, 1500, 600, 601, 2047} <= set(rows.tolist())
     assert rows.min() >= 256
 
 

@@ -61,6 +61,7 @@ def test_what_surveys_and_checks_is_the_same_by_kernels(
     row = results[name]
     assert row["moments"] <= 1e-4
     assert row["along"] <= 1e-3
+    assert row["spread"] <= 5e-3
     assert row["rows"] <= 1e-3
 
 
