@@ -149,7 +149,8 @@ def traces(case: CaseRecord) -> list[tuple[str, Markup]]:
     """The ratio of each pair over the run, with its title: the case's, then the base's."""
     from markupsafe import Markup
 
-    kept = [("Ratio of each pair", case.timing)]
+    over = ", over an oracle (diagnostic)" if case.is_diagnostic else ""
+    kept = [(f"Ratio of each pair{over}", case.timing)]
     if case.base is not None:
         kept.append(("Ratio of each pair, base over head", case.base.timing))
     drawn = []

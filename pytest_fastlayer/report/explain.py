@@ -48,8 +48,8 @@ def explain(name: str, case: CaseRecord, device: Device | None = None) -> list[s
         list(_memory(case.peak_mib)),
         [f"The candidate says: {text.plain(note, 400)}" for note in case.notes],
         list(_comparison(case)),
-        [] if case.base is None else list(_base(case.base)),
-        [*_arms("Rival", case.rivals), *_arms("Variant", case.variants)],
+        [] if case.base is None else list(_base(case.base, case.is_diagnostic)),
+        [*_arms("Rival", case.rivals, case), *_arms("Variant", case.variants, case)],
     ]
     for paragraph in paragraphs:
         lines += ["", *paragraph] if paragraph else []
@@ -132,7 +132,7 @@ def _memory(peak: PeakMemory | None) -> Iterator[str]:
         yield f"Memory. The candidate's peak is {text.mib(peak.candidate)} MiB{beside}."
 
 
-def _base(base: BaseArm) -> Iterator[str]:
+def _base(base: BaseArm, diagnostic: bool) -> Iterator[str]:
     rev = text.plain(base.rev, 80)
     commit = f" (commit {text.revision(base.commit)})" if base.commit else ""
     timing = base.timing
@@ -154,8 +154,8 @@ def _base(base: BaseArm) -> Iterator[str]:
     if base.head is not None and base.base is not None:
         yield (
             f"Over the reference, in that schedule, the head came to "
-            f"{text.speedup(base.head.value, base.head.ci)} and the base to "
-            f"{text.speedup(base.base.value, base.base.ci)}."
+            f"{text.speedup(base.head.value, base.head.ci, diagnostic=diagnostic)} and the base to "
+            f"{text.speedup(base.base.value, base.base.ci, diagnostic=diagnostic)}."
         )
     if base.verdict is Verdict.INCONCLUSIVE:
         yield "That decides nothing, so the stored baseline does, where there is one."
@@ -164,9 +164,12 @@ def _base(base: BaseArm) -> Iterator[str]:
     yield from _warnings(timing)
 
 
-def _arms(kind: str, arms: Sequence[Arm]) -> Iterator[str]:
+def _arms(kind: str, arms: Sequence[Arm], case: CaseRecord) -> Iterator[str]:
     for arm in arms:
-        figure = f" {text.speedup(arm.timing.speedup, arm.timing.ci)}" if arm.timing else ""
+        figure = ""
+        if arm.timing is not None:
+            ratio, ci = arm.timing.speedup, arm.timing.ci
+            figure = f" {text.speedup(ratio, ci, diagnostic=case.is_diagnostic)}"
         reason = f", {text.plain(arm.reason, 300)}" if arm.reason else ""
         yield f"{kind} {text.plain(arm.name, 60)}:{figure} {arm.verdict.value}{reason}."
 

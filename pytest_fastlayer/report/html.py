@@ -121,9 +121,6 @@ def render(records: Sequence[RunRecord]) -> str:
         style=_markup(sources["report.css"]),
         script=_markup(script),
         script_digest=digest,
-        legend=tables.LEGEND,
-        roofline_heading=ROOFLINE,
-        roofline_legend=ROOFLINE_LEGEND,
     )
 
 
@@ -187,6 +184,7 @@ def _table(run: RunRecord) -> Table:
     return Table(
         (*built.headings[:-1], ROOFLINE, built.headings[-1]),
         tuple((*row[:-1], cell, row[-1]) for row, cell in zip(built.rows, cells, strict=True)),
+        f"{built.legend} {ROOFLINE_LEGEND}".strip(),
     )
 
 
@@ -251,7 +249,11 @@ def _detail(anchor: str, name: str, case: CaseRecord, device: Device, *, plotted
         wrote=case.base.tail if case.base else (),
         facts={key: str(value) for key, value in facts.items() if value},
         objections=case.objections or {},
-        arms=[_arm("rival", a) for a in case.rivals] + [_arm("variant", a) for a in case.variants],
+        arms=[
+            _arm(kind, arm, case.is_diagnostic)
+            for kind, arms in (("rival", case.rivals), ("variant", case.variants))
+            for arm in arms
+        ],
         probes=[(probe.name, probe.passed, probe.message) for probe in case.probes],
         notes=case.notes,
         stress=[_cell(cell) for cell in (*case.stress.cells, *case.stress.ungated)]
@@ -289,12 +291,12 @@ def _cell(cell: StressCell) -> tuple[str, ...]:
     )
 
 
-def _arm(kind: str, arm: Arm) -> tuple[str, ...]:
+def _arm(kind: str, arm: Arm, diagnostic: bool) -> tuple[str, ...]:
     timing, accuracy = arm.timing, arm.accuracy
     return (
         kind,
         arm.name,
-        text.speedup(timing.speedup, timing.ci) if timing else "",
+        text.speedup(timing.speedup, timing.ci, diagnostic=diagnostic) if timing else "",
         text.decimal(accuracy.budget_used) if accuracy and accuracy.budget_used is not None else "",
         arm.verdict.value,
         arm.reason,
@@ -308,15 +310,19 @@ def _history(records: list[RunRecord]) -> list[Past]:
     names = {name for record in records for name in record.cases}
     for name in sorted(names, key=natural_key):
         cases = [record.cases.get(name) for record in records]
-        timings = [case.timing if case is not None else None for case in cases]
-        if not any(timings):
+        timed = [case if case is not None and case.timing else None for case in cases]
+        if not any(timed):
             continue
         newest = next(case for case in reversed(cases) if case is not None)
+        ratios = [case.timing.speedup if case and case.timing else None for case in timed]
         past.append(
             Past(
                 tables.label(name, newest),
-                _markup(plots.history([t.speedup if t else None for t in timings])),
-                [text.speedup(timing.speedup) if timing else "" for timing in timings],
+                _markup(plots.history(ratios)),
+                [
+                    text.speedup(ratio, diagnostic=case.is_diagnostic) if case and ratio else ""
+                    for case, ratio in zip(timed, ratios, strict=True)
+                ],
             )
         )
     return past

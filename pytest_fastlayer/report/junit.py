@@ -12,11 +12,13 @@ from junit_xml import TestCase, TestSuite, to_xml_report_string
 from pytest_fastlayer.records import CaseRecord, RunRecord, Verdict
 from pytest_fastlayer.report import table as tables
 from pytest_fastlayer.report import text
+from pytest_fastlayer.report.table import Column
 
 
 def render(run: RunRecord, suite: str = "fastlayer-gate") -> str:
     """The XML document: one test case a case; red verdicts are failures, UNSUPPORTED is skipped."""
-    cases = [_case(name, case, suite) for name, case in run.cases.items()]
+    columns = tables.columns(run)
+    cases = [_case(name, case, suite, columns) for name, case in run.cases.items()]
     document = TestSuite(suite, cases, properties=properties(run))
     xml: str = to_xml_report_string([document], encoding="utf-8")
     return xml
@@ -53,10 +55,10 @@ def suite_properties(runs: Sequence[RunRecord]) -> dict[str, str]:
     }
 
 
-def _case(name: str, case: CaseRecord, suite: str) -> TestCase:
+def _case(name: str, case: CaseRecord, suite: str, columns: Sequence[Column]) -> TestCase:
     seconds = None if case.timing is None else case.timing.candidate_s
     entry = TestCase(
-        text.plain(name, 500), classname=suite, elapsed_sec=seconds, stdout=_figures(case)
+        text.plain(name, 500), classname=suite, elapsed_sec=seconds, stdout=_figures(case, columns)
     )
     reason = f"{case.verdict.value}: {text.plain(case.reason, 1000) or 'no reason recorded'}"
     if tables.mood(case.verdict) == "bad":
@@ -66,7 +68,7 @@ def _case(name: str, case: CaseRecord, suite: str) -> TestCase:
     return entry
 
 
-def _figures(case: CaseRecord) -> str:
+def _figures(case: CaseRecord, columns: Sequence[Column]) -> str:
     """The case's row of the table, one figure a line."""
-    shown = [(c.heading.format(unit="ms"), c.show(case, 1e-3)) for c in tables.COLUMNS]
+    shown = [(c.heading.format(unit="ms"), c.show(case, 1e-3)) for c in columns]
     return "\n".join(f"{heading}: {value}" for heading, value in shown if value)

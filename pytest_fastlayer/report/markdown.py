@@ -7,7 +7,7 @@ import re
 from pytest_fastlayer.records import RunRecord
 from pytest_fastlayer.report import table as tables
 from pytest_fastlayer.report import terminal, text
-from pytest_fastlayer.report.table import Line, Mood
+from pytest_fastlayer.report.table import Line, Mood, Table
 
 _MARKS: dict[Mood, str] = {"good": "\N{WHITE HEAVY CHECK MARK}", "bad": "\N{CROSS MARK}"}
 #: What means something in Markdown, HTML or to GitHub (mentions, issue references, links, emoji,
@@ -40,15 +40,16 @@ def table(run: RunRecord) -> str:
     """The whole document: heading, table, reasons and notices, ending in a newline."""
     lines = [f"### fastlayer: {escape(terminal.heading(run))}", ""]
     if run.cases:
-        lines += [*_rows(run), "", f"<sub>{tables.LEGEND}</sub>", ""]
+        built = tables.build(run)
+        lines += [*_rows(built), ""]
+        lines += [f"<sub>{built.legend}</sub>", ""] if built.legend else []
     else:
         lines += ["No case ran.", ""]
     lines += [_item(line) for line in [*tables.summary(run), *tables.explanations(run)]]
     return "\n".join(lines) + "\n"
 
 
-def _rows(run: RunRecord) -> list[str]:
-    built = tables.build(run)
+def _rows(built: Table) -> list[str]:
     rows = [[escape(heading) for heading in built.headings]]
     rows.append(["---"] + ["---:"] * (len(built.headings) - 2) + ["---"])
     for row in built.rows:

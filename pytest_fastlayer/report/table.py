@@ -27,20 +27,28 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its heading, the text of a case, and which end of its values is the good one."""
+    """A column: its heading, the text of a case, and which end of its values is the good one.
+
+    ``legend`` says what it holds, for formats with room to say it.
+    """
 
     heading: str
     show: Callable[[CaseRecord, float], str]  #: (case, seconds per unit of time); "" = no value
     value: Callable[[CaseRecord], float | None] | None = None
     best: Callable[[list[float]], float] | None = None
+    legend: str = ""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Headings and rows of equal length; the unit of time stands in its heading."""
+    """Headings and rows of equal length; the unit of time stands in its heading.
+
+    ``legend`` says what the headings mean, of the columns that are there.
+    """
 
     headings: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
+    legend: str = ""
 
 
 def _speedup(case: CaseRecord) -> float | None:
@@ -51,8 +59,7 @@ def _speedup(case: CaseRecord) -> float | None:
 def _show_speedup(case: CaseRecord, _: float) -> str:
     if case.timing is None:
         return ""
-    shown = text.speedup(case.timing.speedup, case.timing.ci)
-    return f"({shown} diagnostic)" if case.is_diagnostic else shown
+    return text.speedup(case.timing.speedup, case.timing.ci, diagnostic=case.is_diagnostic)
 
 
 def _show_times(case: CaseRecord, unit: float) -> str:
@@ -150,27 +157,44 @@ def _show_route(case: CaseRecord, _: float) -> str:
 
 
 COLUMNS = (
-    Column("speedup", _show_speedup, _speedup, max),
-    Column("ref / cand ({unit})", _show_times),
-    Column("floor", _show_floor, _floor, min),
-    Column("A/A", _show_control),
-    Column("detects", _show_effect),
-    Column("budget", _show_budget, _budget, min),
-    Column("failed", _show_failed),
-    Column("stress", _show_stress, _stress, min),
-    Column("peak MiB ref / cand", _show_peak),
-    Column("vs base", _show_base, _base),
-    Column("vs baseline", _show_change, _change),
-    Column("route", _show_route),
+    Column(
+        "speedup",
+        _show_speedup,
+        _speedup,
+        max,
+        "speedup: reference time / candidate time, with its interval; in brackets, over an oracle, "
+        "it claims nothing",
+    ),
+    Column("ref / cand ({unit})", _show_times, legend="ref / cand: time of a forward of each"),
+    Column("floor", _show_floor, _floor, min, "floor: noise floor"),
+    Column("A/A", _show_control, legend="A/A: one arm against itself"),
+    Column("detects", _show_effect, legend="detects: smallest change this run could detect"),
+    Column(
+        "budget",
+        _show_budget,
+        _budget,
+        min,
+        "budget: share of the tolerance that the worst element used",
+    ),
+    Column("failed", _show_failed, legend="failed: elements out of tolerance / all"),
+    Column(
+        "stress",
+        _show_stress,
+        _stress,
+        min,
+        "stress: the worst element's share of the tolerance over so many gated cells x seeds of "
+        "the stress grid, or its elements out of tolerance / all",
+    ),
+    Column(
+        "peak MiB ref / cand", _show_peak, legend="peak MiB: most memory of each above its start"
+    ),
+    Column("vs base", _show_base, _base, legend="vs base: speed of this candidate / the base's"),
+    Column(
+        "vs baseline", _show_change, _change, legend="vs baseline: speedup now / speedup stored"
+    ),
+    Column("route", _show_route, legend="route: how the candidate computed"),
 )
-#: What the headings mean, for formats with room to say it.
-LEGEND = (
-    "speedup: reference time / candidate time, with its interval; floor: noise floor; A/A: one arm "
-    "against itself; detects: smallest change this run could detect; budget: share of the "
-    "tolerance that the worst element used; failed: elements out of tolerance / all; vs base and "
-    "vs baseline: speed of this candidate / speed of that one; a rival's column: reference time / "
-    "rival time, and the rival's time."
-)
+_RIVAL_LEGEND = "a rival's column: reference time / rival time, and the rival's time"
 
 
 def _rival_column(name: str) -> Column:
@@ -190,13 +214,14 @@ def _rival_column(name: str) -> Column:
         if rival.timing is None:
             return rival.verdict.value
         seconds = text.significant(rival.timing.candidate_s / unit)
-        return f"{text.speedup(rival.timing.speedup)} / {seconds}"
+        ratio = text.speedup(rival.timing.speedup, diagnostic=case.is_diagnostic)
+        return f"{ratio} / {seconds}"
 
     heading = text.plain(name, 32).replace("{", "{{").replace("}", "}}")
-    return Column(f"{heading} x / {{unit}}", show, value)
+    return Column(f"{heading} x / {{unit}}", show, value, legend=_RIVAL_LEGEND)
 
 
-def _columns(run: RunRecord) -> tuple[Column, ...]:
+def columns(run: RunRecord) -> tuple[Column, ...]:
     """The columns of every table, with one for each rival of the run before the baseline's."""
     rivals = dict.fromkeys(arm.name for case in run.cases.values() for arm in case.rivals)
     before = next(i for i, column in enumerate(COLUMNS) if column.heading == "vs base")
@@ -218,16 +243,20 @@ def label(name: str, case: CaseRecord, limit: int = 60) -> str:
 def build(run: RunRecord) -> Table:
     """The table of a run. Columns in which no case has a value are left out."""
     unit, seconds = time_unit(run)
-    headings, columns = ["case"], [[Cell(label(name, case)) for name, case in run.cases.items()]]
-    for column in _columns(run):
+    headings, filled = ["case"], [[Cell(label(name, case)) for name, case in run.cases.items()]]
+    meanings = []
+    for column in columns(run):
         cells = _cells(column, list(run.cases.values()), seconds)
         if any(cell.text for cell in cells):
             headings.append(column.heading.format(unit=unit))
-            columns.append(cells)
+            filled.append(cells)
+            meanings.append(column.legend)
     headings.append("verdict")
     verdicts = [case.verdict for case in run.cases.values()]
-    columns.append([Cell(verdict.value, mood(verdict)) for verdict in verdicts])
-    return Table(tuple(headings), tuple(zip(*columns, strict=True)))
+    filled.append([Cell(verdict.value, mood(verdict)) for verdict in verdicts])
+    # Once each: every rival's column means the same.
+    legend = "; ".join(dict.fromkeys(meanings))
+    return Table(tuple(headings), tuple(zip(*filled, strict=True)), legend and f"{legend}.")
 
 
 def _cells(column: Column, cases: list[CaseRecord], seconds: float) -> list[Cell]:

@@ -14,8 +14,19 @@ from makers import accuracy, base, case, incorrect, run, timing, unsupported
 from test_html import full_case
 from test_terminal import HOSTILE, change
 
-from pytest_fastlayer.records import BaseStatus, NoiseFloor, Probe, RootMeanSquare, Verdict, Work
+from pytest_fastlayer.records import (
+    Arm,
+    BaseStatus,
+    NoiseFloor,
+    Probe,
+    RootMeanSquare,
+    Stress,
+    StressCell,
+    Verdict,
+    Work,
+)
 from pytest_fastlayer.report import explain, github, junit, markdown, rules
+from pytest_fastlayer.report.table import COLUMNS
 
 
 def mixed():
@@ -137,6 +148,15 @@ def test_junit():
     assert properties["device"] == "NVIDIA H200"
 
 
+def test_junit_shows_rivals():
+    rival = Arm(name="compiled", verdict=Verdict.PASS, accuracy=case().accuracy, timing=timing(2))
+    document = ET.fromstring(junit.render(run({"a": case(rivals=(rival,)), "b": case()})))
+    cases = document.iter("testcase")
+    shown = {entry.attrib["name"]: entry.find("system-out").text for entry in cases}
+    assert "compiled x / ms: 2.00x / " in shown["a"]
+    assert "compiled" not in shown["b"]
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.text(max_size=20))
 def test_junit_is_always_well_formed(name):
@@ -214,6 +234,42 @@ def test_a_diagnostic_ratio_is_explained_as_one():
     assert "claims no speedup" in said
     assert "1 + floor" not in said
     assert "38.90x diagnostic" in markdown.table(run({"a": oracle}))
+
+
+def test_every_ratio_over_an_oracle_is_labelled():
+    arm = Arm(name="other", verdict=Verdict.PASS, accuracy=case().accuracy, timing=timing(31.7))
+    oracle = case(
+        timing=timing(38.9, ci=None),
+        reference_kind="oracle",
+        rivals=(arm,),
+        variants=(arm.model_copy(update={"name": "way"}),),
+        base=base(Verdict.PASS),
+    )
+    said = "\n".join(explain.explain("a", oracle))
+    assert "Rival other: (31.70x [31.54, 31.86] diagnostic) PASS." in said
+    assert "Variant way: (31.70x [31.54, 31.86] diagnostic) PASS." in said
+    assert "the head came to (4.00x [3.98, 4.02] diagnostic) and the base to (4.20x" in said
+    assert "(31.70x diagnostic) / " in markdown.table(run({"a": oracle}))
+    assert "(31.70x diagnostic) / " in junit.render(run({"a": oracle}))
+
+
+def test_the_legend_is_of_the_columns_that_are_shown():
+    plain = markdown.table(run({"a": case()}))
+    assert "speedup: reference time / candidate time" in plain
+    for absent in ("vs base:", "vs baseline:", "stress:", "a rival's column"):
+        assert absent not in plain, absent
+    arm = Arm(name="one", verdict=Verdict.PASS, accuracy=case().accuracy, timing=timing(2))
+    cell = StressCell(label="wide", elements=9, failed=0, budget_used=0.5, seed=3)
+    whole = case(
+        base=base(Verdict.PASS),
+        stress=Stress.of([cell], seeds=[1]),
+        rivals=(arm, arm.model_copy(update={"name": "two"})),
+    )
+    full = markdown.table(run({"a": whole}))
+    for shown in ("vs base:", "stress:", "a rival's column"):
+        assert full.count(shown) == 1, shown
+    for column in COLUMNS:  # none without a word
+        assert column.legend.startswith(column.heading.partition(" ")[0]), column.heading
 
 
 # Explanations of a base

@@ -163,6 +163,30 @@ def test_a_ratio_over_an_oracle_is_in_no_speedup_plot(monkeypatch):
     assert drawn == []
 
 
+def test_a_ratio_over_an_oracle_is_labelled_wherever_it_stands():
+    arm = Arm(name="other", verdict=Verdict.PASS, accuracy=case().accuracy, timing=timing(31.7))
+    newest = case(
+        timing=timing(38.9, ci=None, log_ratios=(3.6, 3.7)),
+        reference_kind="oracle",
+        rivals=(arm,),
+        variants=(arm,),
+    )
+    older = newest.model_copy(update={"timing": timing(37.5, ci=None)})
+    records = [
+        run({"a": newest}),
+        run({"a": older}, created="2026-11-29T08:00:00+00:00"),
+    ]
+    shown = Page(html.render(records)).text
+    assert "Ratio of each pair, over an oracle (diagnostic)" in shown
+    assert "(37.50x diagnostic) (38.90x diagnostic)" in shown  # the history
+    for ratio in ("37.50x", "38.90x", "31.70x"):
+        bare = re.findall(rf"(?<!\(){ratio}", shown)
+        # Only the sentence that says what it is does without the label.
+        assert len(bare) == (ratio == "38.90x"), (ratio, bare)
+        assert f"({ratio}" in shown
+    assert "ratio of 38.90x is a diagnostic" in shown
+
+
 def test_history_is_ordered_by_date_and_the_newest_is_shown(page):
     assert "2026-11-29 08:00 abc1234 2026-11-30 08:00 abc1234" in page.text
     assert "a 3.50x 4.00x" in page.text  # the sparkline between has no text
