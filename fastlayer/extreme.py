@@ -8,8 +8,10 @@
 
 ``calibrate`` scales the query projection, so that scores spread from 0.2 to 1.2, and compares the
 whole model with the oracle: the guard's threshold is the spread where the worst element reaches
-``CALIBRATED_BUDGET``. ``--install`` makes it the package's. All run on the first CUDA device, or,
-with shapes reduced by the options, on a CPU.
+``CALIBRATED_BUDGET``. ``--install`` makes it the package's, if measured at case 14's width on a GPU
+over at least as many tokens as ``calibrate`` takes by default. All run on the first CUDA device,
+or, with shapes reduced by the options, on a CPU. Status 1: elements failed, or the curve supports
+no threshold; status 2: the arguments do not fit, and nothing was measured.
 """
 
 from __future__ import annotations
@@ -30,16 +32,15 @@ import torch
 from fastlayer.cases import CASES
 from fastlayer.config import TransformerConfig
 from fastlayer.device import probe
-from fastlayer.errors import ConfigError
+from fastlayer.errors import ConfigError, FastlayerError
+from fastlayer.extreme_options import FACTORS, HEAD_DIM, parse
 from fastlayer.inputs import BASE_SEED, make_inputs
 from fastlayer.model import FastTransformer
 from fastlayer.oracle import Oracle
 from fastlayer.polynomial import (
     ATOL,
     CALIBRATED_BUDGET,
-    CHUNK,
     COEFFICIENTS,
-    EXACT_ROWS,
     RTOL,
     Guard,
     calibrated_threshold,
@@ -50,13 +51,6 @@ from fastlayer.routes import Launch
 from fastlayer.routes.prefix_body import Tally
 from fastlayer.routes.prefix_stream import PrefixStream
 from fastlayer.streaming import stream
-
-#: Factors on the query projection; the default initialisation's spread is about 0.33.
-FACTORS = (0.6, 0.8, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0, 2.5, 3.0, 3.6)
-
-#: Lengths measured unless others are given; all but these take case 14's.
-_TOKENS = {"calibrate": 32_768}
-_PLOTTED = ("calibrate", "scaling")
 
 Json = dict[str, Any]
 
@@ -144,9 +138,10 @@ def guard_data(curve: Json, device: str, evidence: str) -> Json:
     """What ``polynomial_guard.json`` holds for a measured curve; failed elements end it.
 
     Raises:
-        ValueError: the curve does not cross the budget.
+        ValueError: the curve supports no threshold, see ``calibrated_threshold``.
     """
-    rows = [(point["sigma"], point["rows"]["budget_used"] or 1e9) for point in curve["points"]]
+    budgets = [(point["sigma"], point["rows"]["budget_used"]) for point in curve["points"]]
+    rows = [(sigma, 1e9 if budget is None else budget) for sigma, budget in budgets]
     threshold = math.floor(calibrated_threshold(rows) * 1000) / 1000
     return {
         "curve": sorted(rows),
@@ -309,12 +304,8 @@ def exponent(points: list[tuple[float, float]]) -> float | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    if options.plot and options.command not in _PLOTTED:
-        print(f"--plot is for {' and '.join(_PLOTTED)}, not {options.command}", file=sys.stderr)
-        return 2
-    options.tokens = options.tokens or [_TOKENS.get(options.command, CASES[14].seq_len)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = parse(arguments, device, _guard_file())
     if options.memory_gib:
         whole = probe(device).memory_bytes
         torch.cuda.set_per_process_memory_fraction(options.memory_gib * 2**30 / whole)
@@ -323,7 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
         batch_size=options.batch,
         seq_len=options.tokens[0],
         d_model=options.width,
-        num_heads=options.width // 64 or 1,
+        num_heads=options.width // HEAD_DIM,
         ffn_dim=options.width,
     )
     launch: Launch = {
@@ -338,6 +329,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with torch.no_grad():
             found = _COMMANDS[options.command](config, device, launch, options)
+    except FastlayerError as error:
+        print(f"{options.command}: {error}", file=sys.stderr)
+        return 1
     finally:
         torch.set_float32_matmul_precision(before)
     found |= {
@@ -353,17 +347,28 @@ def main(arguments: list[str] | None = None) -> int:
     if options.plot:
         plot(found, options.plot)
     if options.command == "calibrate":
-        _install(found, options)
+        return _install(found, options)
+    if found.get("failed"):
+        print(f"{found['failed']} of {found['total']} elements failed", file=sys.stderr)
+        return 1
     return 0
 
 
-def _install(found: Json, options: argparse.Namespace) -> None:
+def _install(found: Json, options: argparse.Namespace) -> int:
     evidence = str(options.out or "not recorded")
-    data = guard_data(found, found["device"], evidence)
+    try:
+        data = guard_data(found, found["device"], evidence)
+    except ValueError as error:
+        print(f"no threshold: {error}", file=sys.stderr)
+        return 1
     print(f"threshold {data['threshold']}", file=sys.stderr)
     if options.install:
-        path = Path(__file__).with_name("polynomial_guard.json")
-        path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
+        _guard_file().write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
+    return 0
+
+
+def _guard_file() -> Path:
+    return Path(__file__).with_name("polynomial_guard.json")
 
 
 _COMMANDS: dict[str, Callable[[TransformerConfig, str, Launch, argparse.Namespace], Json]] = {
@@ -375,28 +380,6 @@ _COMMANDS: dict[str, Callable[[TransformerConfig, str, Launch, argparse.Namespac
     "stream": lambda c, d, launch, o: streamed(c, d, launch, o.repeats),
     "scaling": lambda c, d, launch, o: scaling(c, d, launch, o.repeats, o.tokens),
 }
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fastlayer.extreme")
-    parser.add_argument("command", choices=_COMMANDS)
-    parser.add_argument("--tokens", type=int, nargs="+", default=None, help="sequence length(s)")
-    parser.add_argument("--batch", type=int, default=CASES[14].batch_size)
-    parser.add_argument("--width", type=int, default=CASES[14].d_model, help="heads are 64 wide")
-    parser.add_argument("--attention", default="guarded", help="guarded, exact or polynomial")
-    parser.add_argument("--backend", default="auto", help="of exact attention")
-    parser.add_argument("--exact-rows", type=int, default=EXACT_ROWS)
-    parser.add_argument("--chunk", type=int, default=CHUNK)
-    parser.add_argument("--trials", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--factors", type=float, nargs="+", default=list(FACTORS))
-    parser.add_argument("--memory-gib", type=float, default=None, help="cap of device memory")
-    parser.add_argument("--out", type=Path, default=None, metavar="FILE")
-    parser.add_argument(
-        "--plot", type=Path, default=None, metavar="FILE", help="of calibrate, scaling"
-    )
-    parser.add_argument("--install", action="store_true", help="make it the package's threshold")
-    return parser
 
 
 if __name__ == "__main__":

@@ -36,17 +36,21 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from fastlayer.admissions import committed
 from fastlayer.cases import CASES
 from fastlayer.config import TransformerConfig
+from fastlayer.contract import Precision, RuntimeContract
 from fastlayer.device import probe
+from fastlayer.dispatch import decide
+from fastlayer.errors import RouteError
 from fastlayer.inputs import BASE_SEED, make_inputs
-from fastlayer.model import FastTransformer
+from fastlayer.model import _UNKNOWN_MEMORY, FastTransformer, _is_memory_bound
 from fastlayer.routes import ROUTE_NAMES
+from fastlayer.usage import size, writable
 
 #: Calls in a burst, untimed and timed: few enough that a device's queue takes them all at once.
 _UNTIMED, _BURST = 10, 40
@@ -109,12 +113,7 @@ def measure(config: TransformerConfig, device: str, route: str | None, samples: 
     synchronize()
     state = model._runtime.state
     _, plan = model._runtime.last
-    if plan is None:
-        raise RuntimeError(
-            f"{config.label()}: its decision follows from free memory, which every call asks for; "
-            "expected a shape whose dense arithmetic takes a small share of the device. Choose a "
-            "smaller case."
-        )
+    assert plan is not None, "a decision that follows from free memory is not remembered as last"
 
     def burst(call: Callable[[], object]) -> Microseconds:
         return _burst(call, synchronize, samples)
@@ -246,15 +245,57 @@ def _line(case: int, measured: dict[str, Any]) -> str:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options, which can be measured here. Ends with status 2 where they cannot."""
     parser = argparse.ArgumentParser(prog="python -m fastlayer.overhead")
     parser.add_argument("--case", type=int, nargs="+", choices=list(CASES), default=[2, 3, 4])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument(
         "--route", choices=ROUTE_NAMES, help="the first without objection where left out"
     )
-    parser.add_argument("--samples", type=int, default=60, help="bursts for each figure")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
-    return parser.parse_args(arguments)
+    parser.add_argument("--samples", type=size, default=60, help="bursts for each figure")
+    parser.add_argument("--json", type=writable, metavar="FILE", help="write every figure")
+    options = parser.parse_args(arguments)
+    for case in options.case:
+        if reason := _unmeasurable(case, options.device, options.route):
+            parser.error(f"given --case {case} on {options.device}: {reason}")
+    return options
+
+
+def _device(text: str) -> str:
+    """A device of this machine by name."""
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "cpu" or (
+        device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
+    ):
+        return text
+    present = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    raise argparse.ArgumentTypeError(f"given {text!r}; expected one of {', '.join(present)}")
+
+
+def _unmeasurable(case: int, device: str, route: str | None) -> str:
+    """Why a warm call of that case cannot be taken apart here, with what to do; or ""."""
+    facts = probe(device)
+    contract = RuntimeContract(
+        CASES[case],
+        facts,
+        precision=Precision("high", True),
+        available_bytes=facts.memory_bytes or _UNKNOWN_MEMORY,
+    )
+    if _is_memory_bound(contract):
+        return (
+            "its decision follows from free memory, which every call asks for; expected a case "
+            "whose dense arithmetic takes a small share of the device. Choose a smaller one."
+        )
+    try:
+        decide(contract, committed(), "eligible", route)
+    except RouteError as error:
+        return f"{'; '.join(error.objections)}; expected --route {' or '.join(error.valid)}"
+    return ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -29,12 +29,14 @@ from fastlayer.routes.prefix_body import (
 )
 from fastlayer.weights import ModelState
 
+ATTENTION_NAMES = ("guarded", "exact", "polynomial")
+
 _DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 #: Options of a launch and their values; an empty tuple stands for a size, where None means the
 #: default.
 _OPTIONS: dict[str, tuple[object, ...]] = {
-    "attention": ("guarded", "exact", "polynomial"),
+    "attention": ATTENTION_NAMES,
     "compute": tuple(_DTYPES),
     "backend": BACKEND_NAMES,
     "coefficients": tuple(COEFFICIENTS),

@@ -45,3 +45,29 @@ def test_an_unknown_case_is_refused(capsys):
     with pytest.raises(SystemExit):
         overhead.main(["--case", "99"])
     assert "invalid choice: 99" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--samples 0", "argument --samples: given '0'; expected an integer of at least 1"),
+        ("--samples x", "argument --samples: given 'x'"),
+        ("--device foo", "argument --device: given 'foo'; expected one of cpu"),
+        ("--device cuda", "argument --device: given 'cuda'; expected one of cpu"),
+        ("--device meta", "argument --device: given 'meta'; expected one of cpu"),
+        ("--case 2 14", "given --case 14 on cpu: its decision follows from free memory"),
+        ("--case 2 --route fused", "given --case 2 on cpu: "),
+        ("--route prefix_stream", "expected --route "),
+        ("--json /nonexistent/x", "given '/nonexistent/x'; expected a file in a folder that"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_anything_is(arguments, said, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(overhead, "measure", None)
+    arguments = arguments.split()
+    if "--device" not in arguments:
+        arguments += ["--device", "cpu"]
+    with pytest.raises(SystemExit) as stopped:
+        overhead.main(arguments)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
