@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -120,12 +120,23 @@ class TestRefusal:
         assert decide(later, Admissions(), "eligible").route == "sdpa"
 
 
-def test_a_weight_beyond_float16_runs_float32_attention_and_notes_it(
-    monkeypatch: pytest.MonkeyPatch,
+def _norm(model: FastTransformer) -> object:
+    model.layers[0].norm1.weight[0] = 1e7
+    return model
+
+
+def _hidden(model: FastTransformer) -> object:
+    """No weight is beyond float16 here, but the sum of 32 products may be."""
+    return model.layers[0].ffn_in.weight.mul_(2e4)
+
+
+@pytest.mark.parametrize("edit", [_norm, _hidden])
+def test_what_is_beyond_float16_runs_float32_attention_and_notes_it(
+    edit: Callable[[FastTransformer], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = FastTransformer(CASES[7])
     with torch.no_grad():
-        model.layers[0].norm1.weight[0] = 1e7
+        edit(model)
     taken: list[str] = []
 
     def stand_in(name: str, *_: object) -> str:
