@@ -22,6 +22,7 @@ from fastlayer import (
     ReferenceTransformer,
     RouteError,
     UnsafeFallbackError,
+    alterations,
     make_inputs,
 )
 from fastlayer import model as model_module
@@ -460,3 +461,22 @@ def test_a_script_elsewhere_swaps_the_model_in(wrap):
         assert_accepted(wrap(shared)(x), baseline(x))
     assert fast.last_decision.route == shared.last_decision.route == "sdpa"
     assert isinstance(fast, ReferenceTransformer)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_foreign_class_is_taken_at_its_word_but_not_its_instances_patches():
+    config = ForeignConfig(
+        batch_size=3, seq_len=24, d_model=32, num_heads=4, ffn_dim=48, num_layers=2, causal=True
+    )
+    for patch, reason in (
+        (lambda m: m.register_forward_hook(lambda *_: None), "the model carries a hook"),
+        (lambda m: setattr(m, "forward", abs), "the model carries a forward of its own"),
+        (lambda m: setattr(m.layers[0], "forward", abs), "layers.0 carries a forward"),
+    ):
+        baseline = BaselineTransformer(config).eval()
+        FastTransformer.from_reference(baseline, config=config)
+        patch(baseline)
+        with pytest.raises(InputError, match=reason):
+            FastTransformer.from_reference(baseline, config=config)
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+    assert alterations.instance_alteration(scripted) == ""
