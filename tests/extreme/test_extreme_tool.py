@@ -194,7 +194,7 @@ def test_accuracy_counts_every_element(capsys: pytest.CaptureFixture[str]) -> No
     assert found["failed"] == 0
     assert 0 < found["budget_used"] <= 0.6
     assert len(found["notes"]) == 2
-    assert "the guard is" in found["notes"][0]
+    assert "guard: worst score spread" in found["notes"][0]
 
 
 def test_compare_sees_failures_and_nan() -> None:
