@@ -6,10 +6,11 @@
                 r += Wout gelu(Win' n(r + s) + b')
 
 n is LayerNorm without its affine part, which goes into the weight that reads it. s is the running
-sum of the biases that r has not been given. That of k is dropped: it adds one number to all scores
-of a query, which softmax cannot tell, while a large one takes k's digits in float16. v's could be
-owed like the others, but the reference rounds v with it, and errors that are the same on both
-sides cancel in a comparison. Weights that float16 would spoil are mended first (``half_range``).
+sum of the biases that r has not been given. q, k and v keep theirs: softmax cannot tell that of k,
+and that of v could be owed like the others, but the reference rounds them with their biases, and
+errors that are the same on both sides cancel in a comparison (see ``kernels.packing``). Weights
+that float16 would spoil are mended first, and biases that dwarf what they are added to are taken
+out (``half_range``).
 """
 
 from __future__ import annotations
@@ -58,11 +59,10 @@ def fold(layers: list[LayerWeights], dtype: torch.dtype) -> list[FoldedLayer]:
 def _fold(
     weights: LayerWeights, owed: torch.Tensor, dtype: torch.dtype
 ) -> tuple[FoldedLayer, torch.Tensor]:
-    q, k, v = (_after_norm(linear, weights.norm1) for linear in (weights.q, weights.k, weights.v))
     block = Block(
-        q=q,
-        k=Affine(k.weight, torch.zeros_like(k.bias)),
-        v=v,
+        q=_after_norm(weights.q, weights.norm1),
+        k=_after_norm(weights.k, weights.norm1),
+        v=_after_norm(weights.v, weights.norm1),
         out=_exact(weights.out),
         ffn_in=_after_norm(weights.ffn_in, weights.norm2),
         ffn_out=_exact(weights.ffn_out),
