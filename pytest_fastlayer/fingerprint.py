@@ -18,7 +18,7 @@ from pytest_fastlayer.outputs import tensors
 _MULTIPLIERS = (-7046029254386353131, -4417276706812531889)
 
 #: Integer type of the same width, to read any element's bits.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(chunk: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ def _bits(chunk: torch.Tensor) -> torch.Tensor:
     if chunk.is_complex():
         chunk = torch.view_as_real(chunk)
     chunk = chunk.contiguous()
-    return chunk.view(_BITS[chunk.element_size()]).reshape(-1).to(torch.int64)
+    return chunk.view(BITS[chunk.element_size()]).reshape(-1).to(torch.int64)
 
 
 def fingerprint(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ import pytest
 from pytest_fastlayer.base.protocol import SERVER
 from pytest_fastlayer.base.trees import Base
 from pytest_fastlayer.options import Settings
-from pytest_fastlayer.session import Run
+from pytest_fastlayer.session import Run, record_of
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -34,26 +34,24 @@ RUN = pytest.StashKey[Run]()
 BASE = pytest.StashKey[Base]()
 PAYLOADS = pytest.StashKey[list[dict[str, Any]]]()
 
-#: What a marker may say; anything else is a usage error that names it.
-MARKER_FIELDS = {
-    "tolerance": frozenset({"atol", "rtol", "mode"}),
-    "paired_timing": frozenset(
-        {"pairs", "settle_s", "block_ms", "min_effect", "l2", "budget_s", "max_case_s"}
-    ),
-}
-
 
 def _marker(item: pytest.Item, name: str) -> dict[str, Any]:
     """Keywords of a marker; the closest one wins field by field."""
+    from pytest_fastlayer import handed
+
+    rules, where = handed.MARKERS[name], f"@pytest.mark.{name} on {item.nodeid}"
     merged: dict[str, Any] = {}
     for mark in reversed(list(item.iter_markers(name))):
-        unknown = set(mark.kwargs) - MARKER_FIELDS[name]
+        unknown = set(mark.kwargs) - set(rules)
         if mark.args or unknown:
             wrong = repr(mark.args[0]) if mark.args else repr(sorted(unknown)[0])
             raise pytest.UsageError(
-                f"@pytest.mark.{name} on {item.nodeid}: got {wrong}, expected keywords "
-                f"{', '.join(sorted(MARKER_FIELDS[name]))}"
+                f"{where}: got {wrong}, expected keywords {', '.join(sorted(rules))}"
             )
+        try:
+            handed.check(where, rules, mark.kwargs)
+        except handed.HandedError as error:
+            raise pytest.UsageError(str(error)) from None
         merged |= mark.kwargs
     return merged
 
@@ -62,7 +60,7 @@ def _seeds(item: pytest.Item) -> int | None:
     mark = item.get_closest_marker("seeds")
     if mark is None:
         return None
-    if len(mark.args) != 1 or not isinstance(mark.args[0], int) or mark.args[0] < 1:
+    if len(mark.args) != 1 or type(mark.args[0]) is not int or mark.args[0] < 1:
         raise pytest.UsageError(
             f"@pytest.mark.seeds on {item.nodeid}: expected one positive integer, got {mark.args}"
         )
@@ -109,9 +107,13 @@ class Progress:
                 self._reporter.write_line(line)
 
 
-def _encodable(text: str) -> str:
-    """Text that UTF-8 can hold: a lone surrogate becomes its escape."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+def _encodable(value: Any) -> Any:
+    """Text that UTF-8 can hold, however deep it lies: a lone surrogate becomes its escape."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(one) for key, one in value.items()}
+    return [_encodable(one) for one in value] if isinstance(value, list) else value
 
 
 def _replay_command(item: pytest.Item) -> str:
@@ -200,8 +202,10 @@ class Paired:
         """
         import torch
 
-        from pytest_fastlayer import pairing
+        from pytest_fastlayer import handed, pairing
 
+        given = {"name": name, "reason": reason, "label": label, "workload": workload}
+        handed.check(f"paired.unsupported({name!r})", handed.REFUSAL, given)
         server = self._item.config.stash.get(SERVER, None)
         if server is not None:
             server.unsupported(name, reason)
@@ -255,12 +259,30 @@ class Paired:
 
         Raises:
             pytest.fail.Exception: the verdict is red; the message gives the reason.
+            HandedError: an argument, or what ``describe`` gave, is not what is documented here.
         """
-        from pytest_fastlayer import pairing
+        from pytest_fastlayer import handed, pairing
         from pytest_fastlayer.immutable import FrozenReference, freeze
         from pytest_fastlayer.records import Work
         from pytest_fastlayer.stress import as_stress
 
+        given = {
+            "name": name,
+            "reference": reference,
+            "candidate": candidate,
+            "inputs": inputs,
+            "label": label,
+            "workload": workload,
+            "work": work,
+            "reference_kind": reference_kind,
+            "tolerance": tolerance,
+            "float64": float64,
+            "describe": describe,
+            "rivals": rivals,
+            "variants": variants,
+        }
+        handed.check(f"paired({name!r})", handed.PAIR, given)
+        grid = as_stress(stress)
         frozen = reference if isinstance(reference, FrozenReference) else freeze(reference)
         pair = pairing.Pair(
             name=name,
@@ -276,7 +298,7 @@ class Paired:
             describe=describe,
             rivals=rivals or {},
             variants=variants or {},
-            stress=as_stress(stress),
+            stress=grid,
         )
         server = self._item.config.stash.get(SERVER, None)
         if server is not None:
@@ -300,9 +322,13 @@ class Paired:
             raise pytest.UsageError(
                 f"{self._item.nodeid} measured two cases named {name!r}; names must differ"
             )
-        update = {"nodeid": _encodable(self._item.nodeid), "label": _encodable(case.label)}
-        data = case.model_copy(update=update).model_dump(mode="json")
-        payloads.append({"name": _encodable(name), "case": data, "header": dict(header)})
+        case = case.model_copy(update={"nodeid": self._item.nodeid})
+        payload = _encodable(
+            {"name": name, "case": case.model_dump(mode="json"), "header": dict(header)}
+        )
+        # Now, while it is known whose it is: nothing may keep the whole run from being written.
+        record_of(payload)
+        payloads.append(payload)
 
 
 @pytest.fixture

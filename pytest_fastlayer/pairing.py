@@ -23,6 +23,7 @@ from pytest_fastlayer import (
     devices,
     environment,
     gate,
+    handed,
     measurement,
     probes,
     stress,
@@ -315,7 +316,8 @@ class Workbench:
                 raise PairError(f"{pair.name}: {problem}")
         if not reason and len(used) < len(seeds):
             reason = f"{len(used)} of {len(seeds)} seeds fit the time budget"
-        described = dict(pair.describe(pair.candidate)) if pair.describe is not None else {}
+        told = pair.describe(pair.candidate) if pair.describe is not None else {}
+        described = handed.described(told, pair.name)
         case = CaseRecord(
             verdict=verdict,
             reason=reason,
@@ -325,10 +327,10 @@ class Workbench:
             reference_sha256=pair.reference.sha256,
             reference_kind=pair.reference_kind,  # type: ignore[arg-type]
             precision=environment.precision_record(),
-            route=described.get("route"),
-            launch=described.get("launch"),
-            objections=described.get("objections"),
-            notes=tuple(described.get("notes", ())),
+            route=described.route,
+            launch=described.launch,
+            objections=described.objections,
+            notes=described.notes,
             accuracy=measured,
             probes=honesty,
         )
@@ -340,10 +342,8 @@ class Workbench:
         grid, seeds = pair.stress, self.settings.stress
         if grid is None or seeds is None:
             return checked
-        reference: Callable[..., Any] = pair.reference
-        candidate = pair.candidate
-        if grid.arms is not None:
-            reference, candidate = grid.arms(pair.candidate)
+        own = stress.arms_of(grid, pair.candidate)
+        reference, candidate = own or (pair.reference, pair.candidate)
         frozen = reference if isinstance(reference, FrozenReference) else freeze(reference)
         found = stress.run(
             grid,
@@ -356,7 +356,17 @@ class Workbench:
         )
         frozen.verify()
         changes: dict[str, Any] = {"stress": found.record}
-        if found.record.failed:
+        if found.written:
+            problem = (
+                f"{found.written}, the candidate overwrote its inputs: later calls see other data"
+            )
+            caught = Probe(name="stress_inputs_unchanged", passed=False, message=problem)
+            changes |= {
+                "probes": (*checked.case.probes, caught),
+                "verdict": Verdict.DISHONEST,
+                "reason": f"{caught.name}: {problem}",
+            }
+        elif found.record.failed:
             changes |= {"verdict": Verdict.INCORRECT, "reason": gate.stress_failure(found.record)}
         case = checked.case.model_copy(update=changes)
         return replace(checked, case=case, message=found.message)
@@ -397,6 +407,7 @@ class Workbench:
 
     def _time(self, pair: Pair, checked: Checked, device: torch.device) -> CaseRecord:
         case, cost = checked.case, checked.cost
+        asked = self._rivals(pair)  # first: one of another name must not cost a measured case
         shortest = self._schedule(device, pair).shortest_s(cost)
         limit = self.knob("max_case_s", device)
         if shortest > limit:
@@ -429,12 +440,37 @@ class Workbench:
             return case.model_copy(update={"verdict": Verdict.DISHONEST, "reason": str(error)})
         after = (*self._after_timing(pair, checked), self.watch.probe("state_after_timing"))
         case = case.model_copy(update={"probes": (*case.probes, *watched, *after)})
-        if self.settings.trace is not None:
-            for arm, function, route, module, forward_s in (
-                ("reference", reference, pair.reference_kind, pair.reference.target, cost[0]),
-                ("candidate", candidate, case.route or "", None, cost[1]),
-            ):
-                self.progress(f"trace of the {arm}")
+        lost = self._traces(pair, case, reference, candidate, device, cost)
+        if lost:
+            measured = measured.model_copy(update={"warnings": (*measured.warnings, *lost)})
+        rivals = tuple(
+            self._arm(pair, name, pair.rivals[name], device, RIVAL_EFFORT) for name in asked
+        )
+        pair.reference.verify()
+        return case.model_copy(update={"timing": measured, "peak_mib": peak, "rivals": rivals})
+
+    def _traces(
+        self,
+        pair: Pair,
+        case: CaseRecord,
+        reference: Callable[[], Any],
+        candidate: Callable[[], Any],
+        device: torch.device,
+        cost: tuple[float, float],
+    ) -> list[str]:
+        """A trace of each arm, where asked for. Returns what became of those that failed.
+
+        The case has been measured: what an arm does under a profiler does not undo that.
+        """
+        lost: list[str] = []
+        if self.settings.trace is None:
+            return lost
+        for arm, function, route, module, forward_s in (
+            ("reference", reference, pair.reference_kind, pair.reference.target, cost[0]),
+            ("candidate", candidate, case.route or "", None, cost[1]),
+        ):
+            self.progress(f"trace of the {arm}")
+            try:
                 tracing.trace(
                     function,
                     device,
@@ -444,12 +480,9 @@ class Workbench:
                     module=module,
                     forward_s=forward_s,
                 )
-        rivals = tuple(
-            self._arm(pair, name, pair.rivals[name], device, RIVAL_EFFORT)
-            for name in self._rivals(pair)
-        )
-        pair.reference.verify()
-        return case.model_copy(update={"timing": measured, "peak_mib": peak, "rivals": rivals})
+            except Exception as error:  # an arm's own, the profiler's, or the disk's
+                lost.append(f"no trace of the {arm}: {_first_line(error)}")
+        return lost
 
     def _question(self, pair: Pair, checked: Checked, device: torch.device) -> Question:
         """What the base of this pair is asked: the same work, tolerance and schedule."""
@@ -550,9 +583,8 @@ class Workbench:
             candidate(*args)  # compiles and captures: not its price
             candidate.shortest_s = math.inf
             trial = accuracy.check_trials(reference, candidate, feed, [FIRST_SEED], tolerance)
-        except (RuntimeError, ValueError, TypeError) as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            return Arm(name=name, verdict=Verdict.UNSUPPORTED, reason=reason)
+        except Exception as error:  # a stranger's code, beside a pair that must not suffer for it
+            return Arm(name=name, verdict=Verdict.UNSUPPORTED, reason=_first_line(error))
         measured = trial.record
         if not measured.passed:
             return Arm(
@@ -573,8 +605,12 @@ class Workbench:
                 tolerance,
                 pair,
             )
+            peak = peak_memory(bound, device)
         except stats.SamplesError as error:
             return Arm(name=name, verdict=error.verdict, reason=str(error), accuracy=measured)
+        except Exception as error:  # right once, and then it raised
+            reason = _first_line(error)
+            return Arm(name=name, verdict=Verdict.UNSUPPORTED, reason=reason, accuracy=measured)
         policy = replace(self.policy(), require_baseline=False)
         judged = gate.judge(
             CaseRecord(
@@ -597,7 +633,7 @@ class Workbench:
             reason="" if passed else judged.reason,
             accuracy=measured,
             timing=judged.timing and judged.timing.model_copy(update={"log_ratios": None}),
-            peak_mib=peak_memory(bound, device),
+            peak_mib=peak,
         )
 
     def _admit(self, pair: Pair, device: torch.device) -> tuple[Pair, tuple[Arm, ...]]:
@@ -649,6 +685,10 @@ class Workbench:
             baseline_path=path.name,
             software=Software.model_validate(header["software"]),
         )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def unsupported(reason: str, label: str, workload: Mapping[str, JsonValue]) -> CaseRecord:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -159,6 +160,25 @@ def _take_base(config: pytest.Config) -> None:
         config.stash[BASE] = Base.load(dumped)
 
 
+def _check_folder(flag: str, given: Path, folder: Path) -> None:
+    """Can files be written to ``folder``, which is made if it does not exist?
+
+    Nothing is left behind: the nearest folder that exists is tried.
+    """
+    import tempfile
+
+    there = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        wrong = f"{there} is not a folder" if not there.is_dir() else f"{there}: {error.strerror}"
+        raise pytest.UsageError(
+            f"--fastlayer-{flag}={given}: files cannot be written there: {wrong}; give another "
+            "place"
+        ) from None
+
+
 def _check_paths(settings: Settings) -> None:
     """What cannot be read or written is said before minutes are spent on measuring."""
     for flag, path in (
@@ -168,6 +188,12 @@ def _check_paths(settings: Settings) -> None:
     ):
         if path is not None and path.is_dir():
             raise pytest.UsageError(f"--fastlayer-{flag}={path}: expected a file, got a folder")
+        if path is not None:
+            _check_folder(flag, path, path.parent)
+            if path.exists() and not os.access(path, os.W_OK):
+                raise pytest.UsageError(f"--fastlayer-{flag}={path}: the file cannot be written")
+    if settings.trace is not None:
+        _check_folder("trace", settings.trace, settings.trace)
     given = settings.baseline
     if not settings.bench or not settings.baseline_given or settings.update_baseline:
         return

@@ -10,12 +10,21 @@ and library versions explain a change, they do not forbid the comparison.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    field_validator,
+    model_validator,
+)
 
 SCHEMA_VERSION = 1
 
@@ -23,6 +32,21 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+def _writable(facts: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Free-form values keep the rule of all others: what JSON cannot hold is refused."""
+    try:
+        json.dumps(facts, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected what JSON can hold, with finite numbers: {error}") from None
+    return facts
+
+
+#: Free-form facts, such as a workload or a launch.
+Facts = Annotated[dict[str, JsonValue], AfterValidator(_writable)]
+#: What a case's reference is: only ratios over the first and the last are speedups.
+ReferenceKind = Literal["dense", "oracle", "other"]
 
 
 class Verdict(StrEnum):
@@ -251,7 +275,7 @@ class Arm(Model):
     name: str
     verdict: Verdict
     reason: str = ""
-    launch: dict[str, JsonValue] | None = None
+    launch: Facts | None = None
     accuracy: Accuracy | None = None
     timing: Timing | None = None
     peak_mib: NonNegative | None = None
@@ -340,7 +364,7 @@ class BaseArm(Model):
     reason: str = ""
     verdict: Verdict | None = None
     route: str | None = None
-    launch: dict[str, JsonValue] | None = None
+    launch: Facts | None = None
     accuracy: Accuracy | None = None  #: of the base against this tree's reference
     timing: Timing | None = None
     reference_s: Positive | None = None
@@ -377,7 +401,7 @@ class StressCell(Model):
     """One cell of a stress grid: a kind of input, over all seeds."""
 
     label: str
-    workload: dict[str, JsonValue] = Field(default_factory=dict)
+    workload: Facts = Field(default_factory=dict)
     gated: bool = True
     elements: Count
     failed: Count
@@ -430,13 +454,13 @@ class CaseRecord(Model):
     verdict: Verdict
     reason: str = ""
     label: str = ""
-    workload: dict[str, JsonValue] = Field(default_factory=dict)
+    workload: Facts = Field(default_factory=dict)
     work: Work | None = None
     reference_sha256: Sha256 | None = None
-    reference_kind: Literal["dense", "oracle", "other"] = "other"
+    reference_kind: ReferenceKind = "other"
     precision: Precision | None = None
     route: str | None = None
-    launch: dict[str, JsonValue] | None = None
+    launch: Facts | None = None
     objections: dict[str, list[str]] | None = None  #: rejected route -> reasons
     notes: tuple[str, ...] = ()  #: what the candidate says of its run, e.g. what a guard measured
     accuracy: Accuracy | None = None
@@ -503,8 +527,6 @@ class RunRecord(Model):
 
     def to_json(self) -> str:
         """Stable text: sorted keys, two-space indent, a newline at the end, no NaN."""
-        import json
-
         data = self.model_dump(mode="json", exclude_none=True, exclude_defaults=False)
         return json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n"
 

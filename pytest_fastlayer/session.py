@@ -71,18 +71,20 @@ class Run:
             return not self.errors
         from pytest_fastlayer import baselines, gate
         from pytest_fastlayer.base import judging
-        from pytest_fastlayer.records import CaseRecord, RunRecord
+        from pytest_fastlayer.records import RunRecord
 
         policy = make_policy(self.settings, family_size=sum(map(len, self.cases.values())))
         green = True
         for device, raw in self.cases.items():
-            before = {name: CaseRecord.model_validate(case) for name, case in raw.items()}
+            before = self._readable(raw, self.headers[device])
+            if not before:
+                continue
             after = gate.judge_run(before, policy, judging.drop)
             self.errors += newly_red(before, after, policy)
             green &= not any(gate.is_failure(case.verdict, policy) for case in after.values())
             record = RunRecord.model_validate(
                 {
-                    "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                    "created": _now(),
                     "commit": self.commit,
                     "cases": after,
                     **self.headers[device],
@@ -102,6 +104,20 @@ class Run:
         if self.settings.update_baseline:
             self._update_baselines()
         return green and not self.errors
+
+    def _readable(
+        self, raw: Mapping[str, Mapping[str, Any]], header: Mapping[str, Any]
+    ) -> dict[str, CaseRecord]:
+        """The cases that a record can hold; one that it cannot is an error, and costs no other."""
+        found = {}
+        for name, case in raw.items():
+            try:
+                record = record_of({"name": name, "case": case, "header": header})
+            except ValueError as error:  # a BaselineError is one
+                self.errors.append(f"case {name!r} was left out of the record: {error}")
+            else:
+                found[name] = record.cases[name]
+        return found
 
     def _check_unused(self) -> None:
         """A stored case that no test measures any more must be said, or it rots unseen."""
@@ -138,29 +154,30 @@ class Run:
         if self.settings.markdown is not None:
             from pytest_fastlayer.report import markdown
 
-            text = "\n\n".join(markdown.table(record) for record in records)
-            path = self.settings.markdown
-            self._attempt(path, partial(path.write_text, text + "\n", encoding="utf-8"))
+            def document() -> str:
+                return "\n\n".join(markdown.table(record) for record in records) + "\n"
+
+            self._attempt(
+                self.settings.markdown, partial(_write_text, self.settings.markdown, document)
+            )
         if self.settings.html is not None:
             from pytest_fastlayer.report import html
 
-            try:
-                page = html.render(records)
-            except html.ReportDependencyError as error:
-                self.errors.append(str(error))
-            else:
-                path = self.settings.html
-                self._attempt(path, partial(path.write_text, page, encoding="utf-8"))
+            page = partial(html.render, records)
+            self._attempt(self.settings.html, partial(_write_text, self.settings.html, page))
 
     def _attempt(self, path: Path, write: Callable[[], object]) -> None:
         """Write one file; a failure is an error of the run, which keeps its other results."""
         from pytest_fastlayer import baselines
+        from pytest_fastlayer.report.html import ReportDependencyError
 
+        told = (OSError, baselines.BaselineError, ReportDependencyError)  # these speak for all
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write()
-        except (OSError, baselines.BaselineError) as error:
-            self.errors.append(f"{path} was not written: {error}")
+        except Exception as error:  # whatever a report trips over, the other files are written
+            kind = "" if isinstance(error, told) else f"{type(error).__name__}: "
+            self.errors.append(f"{path} was not written: {kind}{error}")
         else:
             self.written.append(path)
 
@@ -199,6 +216,44 @@ class Run:
                 return
             baselines.save(merge.record, path)
             self.written.append(path)
+
+
+def _write_text(path: Path, render: Callable[[], str]) -> None:
+    path.write_text(render(), encoding="utf-8")
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def record_of(payload: Mapping[str, Any]) -> RunRecord:
+    """The record of one case alone, from ``{"name", "case", "header"}``.
+
+    Raises:
+        BaselineError: it would not read back as it is, and so could not be written; says why.
+    """
+    from pytest_fastlayer import baselines
+    from pytest_fastlayer.records import RunRecord
+
+    name = payload["name"]
+    try:
+        record = RunRecord.model_validate(
+            {"created": _now(), "cases": {name: payload["case"]}, **payload["header"]}
+        )
+        text = record.to_json()
+        text.encode("utf-8")
+        again = baselines.parse(text, source=f"the record of {name!r}")
+    except baselines.BaselineError:
+        raise
+    except ValueError as error:  # pydantic's and the encoders' are such
+        raise baselines.BaselineError(
+            f"the record of {name!r} cannot be written: {error}"
+        ) from None
+    if again != record:
+        raise baselines.BaselineError(
+            f"the record of {name!r} cannot be written: it would read back as another"
+        )
+    return record
 
 
 def newly_red(

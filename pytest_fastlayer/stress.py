@@ -5,7 +5,8 @@ on a grid besides: each cell is a kind of input (so much padding, such a scale),
 that keeps a forward short. An element out of tolerance in a gated cell makes the case INCORRECT;
 cells that are not gated, such as scales at which the reference itself is far from exact, are only
 reported. Figures stay on the device until a cell is done: hundreds of short forwards would
-otherwise wait for the host each time.
+otherwise wait for the host each time. The arms have inputs of their own, so that neither can spoil
+the other's, and a candidate that writes to its own is named.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from typing import Any
 import torch
 from pydantic import JsonValue
 
-from pytest_fastlayer import records
+from pytest_fastlayer import handed, records
 from pytest_fastlayer.accuracy import MAX_BUDGET, Tolerance, compare
 from pytest_fastlayer.accuracy_message import explain
 from pytest_fastlayer.elementwise import default_chunk, tally
+from pytest_fastlayer.fingerprint import BITS
 from pytest_fastlayer.grids import INPUT_SCALES, PADDING_RATIOS
-from pytest_fastlayer.outputs import as_tensor, leaves
+from pytest_fastlayer.outputs import as_tensor, leaves, map_tensors
+from pytest_fastlayer.probes.inputs import mutated_by
 
 #: Scales outside what a kernel meets in practice: reported, not gated.
 UNGATED_SCALES = (0.1, 10.0)
@@ -32,7 +35,7 @@ Function = Callable[..., Any]
 
 
 class StressError(ValueError):
-    """A stress grid that checks nothing: no cell, two of one name, or empty outputs."""
+    """A stress grid that checks nothing, or a reference that cannot be judged by."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,9 @@ class Cell:
     inputs: Inputs
     workload: Mapping[str, JsonValue] = field(default_factory=dict)
     gated: bool = True
+
+    def __post_init__(self) -> None:
+        handed.check(f"stress cell {self.label!r}", handed.CELL, vars(self))
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,10 @@ class Stress:
     note: str = ""
 
     def __post_init__(self) -> None:
+        handed.check("Stress", handed.STRESS, vars(self))
+        for cell in self.cells:
+            if not isinstance(cell, Cell):
+                raise handed.HandedError(f"Stress: given {handed.shown(cell)}; expected a Cell")
         labels = [cell.label for cell in self.cells]
         twice = sorted({label for label in labels if labels.count(label) > 1})
         if twice:
@@ -76,6 +86,11 @@ def as_stress(given: Stress | Mapping[str, Inputs] | None) -> Stress | None:
     """The grid of a pair: as it is, or of ``{label: inputs}`` run by the pair's own arms."""
     if given is None or isinstance(given, Stress):
         return given
+    if not isinstance(given, Mapping):
+        raise handed.HandedError(
+            f"stress: given {handed.shown(given)}; expected {{label: inputs}}, a Stress of cells "
+            "(Stress([Cell(...), ...])), or None"
+        )
     return Stress([Cell(label, inputs) for label, inputs in given.items()])
 
 
@@ -104,10 +119,33 @@ def padding_and_scale(
 
 @dataclass(frozen=True)
 class Outcome:
-    """The record, and the explanation of the worst failure in a gated cell, empty if none."""
+    """The record, the explanation of the worst failure in a gated cell, and what was written to.
+
+    ``message`` is empty where no gated cell failed; ``written`` names the first cell and seed in
+    which the candidate wrote to its inputs, empty if it never did.
+    """
 
     record: records.Stress
     message: str
+    written: str = ""
+
+
+def arms_of(stress: Stress, candidate: Function) -> tuple[Function, Function] | None:
+    """The grid's own (reference, candidate), or None where it has none.
+
+    Raises:
+        HandedError: ``arms`` gave something else.
+    """
+    if stress.arms is None:
+        return None
+    given = stress.arms(candidate)
+    if not (isinstance(given, tuple | list) and len(given) == 2 and all(map(callable, given))):
+        raise handed.HandedError(
+            f"the stress grid's arms gave {handed.shown(given)}; expected two callables, "
+            "(reference, candidate)"
+        )
+    reference, own = given
+    return reference, own
 
 
 def run(
@@ -122,34 +160,60 @@ def run(
     """Both arms on every seed of every cell.
 
     Raises:
-        StressError: a cell's outputs hold no element.
+        StressError: a cell's outputs hold no element, or the reference writes to its inputs.
+        HandedError: ``describe`` gave something else than a str.
     """
-    cells, described = [], stress.describe
+    cells: list[records.StressCell] = []
+    written = ""
     for index, cell in enumerate(stress.cells, 1):
         progress(f"stress, cell {index} of {len(stress.cells)}: {cell.label}")
         with torch.no_grad():
-            found = _cell(cell, reference, candidate, seeds, tolerance)
-        route = described(candidate) if described is not None else None
-        cells.append(found.model_copy(update={"route": route}))
+            found, writing = _cell(cell, reference, candidate, seeds, tolerance)
+        if writing is not None and not written:
+            written = f"in the stress grid, {cell.label}, seed {writing}"
+        cells.append(found.model_copy(update={"route": _route(stress, cell, candidate)}))
     record = records.Stress.of(cells, seeds, stress.note)
     message = ""
     if record.failed:
         inputs = next(cell.inputs for cell in stress.cells if cell.label == record.cell)
         seed = record.seed or 0
-        args = _arguments(inputs, seed)
+        # Before the candidate is blamed: does the reference write to what it is given?
+        problem = mutated_by(reference, _arguments(inputs, seed))
+        if problem is not None:
+            raise StressError(f"in the stress grid, {record.cell}, seed {seed}: {problem}")
+        args, own = _twins(inputs, seed)
         with torch.no_grad():
-            again = compare(candidate(*args), reference(*args), tolerance, seed=seed)
+            expected = reference(*own)
+            again = compare(candidate(*args), expected, tolerance, seed=seed)
         message = f"in the stress grid, {record.cell}, seed {seed}:\n" + (
             explain(again, seeds=[seed], replay=replay)
             if not again.passed
             else "right when it was run again: the candidate is not a function of its inputs"
         )
-    return Outcome(record, message)
+    return Outcome(record, message, written)
+
+
+def _route(stress: Stress, cell: Cell, candidate: Function) -> str | None:
+    if stress.describe is None:
+        return None
+    route = stress.describe(candidate)
+    if not isinstance(route, str):
+        raise handed.HandedError(
+            f"the stress grid's describe gave {handed.shown(route)} after cell {cell.label!r}; "
+            "expected a str, the name of what ran"
+        )
+    return route
 
 
 def _arguments(inputs: Inputs, seed: int) -> tuple[Any, ...]:
     given = inputs(seed)
     return tuple(given) if isinstance(given, tuple | list) else (given,)
+
+
+def _twins(inputs: Inputs, seed: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arguments, and a copy of them in memory of its own."""
+    args = _arguments(inputs, seed)
+    return args, map_tensors(args, torch.clone)
 
 
 def _cell(
@@ -158,23 +222,29 @@ def _cell(
     candidate: Function,
     seeds: Sequence[int],
     tolerance: Tolerance,
-) -> records.StressCell:
-    """One cell; the host waits for the device once, at its end."""
-    rows: list[torch.Tensor] = []  # of each seed: (failed, worst budget)
+) -> tuple[records.StressCell, int | None]:
+    """One cell, and the first seed whose inputs the candidate wrote to.
+
+    The host waits for the device once, at its end.
+    """
+    rows: list[torch.Tensor] = []  # of each seed: (failed, worst budget, whether inputs changed)
     elements = 0
     for seed in seeds:
-        args = _arguments(cell.inputs, seed)
-        row, count = _compared(candidate(*args), reference(*args), tolerance)
-        rows.append(row)
+        # What the candidate is given, what the reference is given, and what both began as.
+        args, own = _twins(cell.inputs, seed)
+        before = map_tensors(args, torch.clone)
+        expected = reference(*own)
+        row, count = _compared(candidate(*args), expected, tolerance)
+        rows.append(torch.cat([row, _differ(args, before).to(row)]))
         elements += count
     if not elements:
         raise StressError(f"stress cell {cell.label!r}: the outputs hold no element to compare")
     devices = {row.device for row in rows}
     table = torch.stack(rows if len(devices) == 1 else [row.cpu() for row in rows])
-    failed, budget = table.cpu().unbind(1)
+    failed, budget, changed = table.cpu().unbind(1)
     # A failure that uses no finite budget (NaN) is worse than any that does.
     rank = torch.where(failed > 0, budget + MAX_BUDGET, budget)
-    return records.StressCell(
+    record = records.StressCell(
         label=cell.label,
         workload=dict(cell.workload),
         gated=cell.gated,
@@ -183,6 +253,37 @@ def _cell(
         budget_used=min(float(budget.max()), MAX_BUDGET) if bool((budget >= 0).any()) else None,
         seed=seeds[int(rank.argmax())],
     )
+    return record, seeds[int(changed.argmax())] if bool(changed.any()) else None
+
+
+def _differ(now: object, before: object) -> torch.Tensor:
+    """Whether any argument is no longer what it was, as a tensor of one element, unread.
+
+    Strided tensors are compared bit by bit where they are, others by their form alone.
+    """
+    ours, theirs = list(leaves(now)), list(leaves(before))
+    if [leaf.path for leaf in ours] != [leaf.path for leaf in theirs]:
+        return torch.ones(1)
+    found: list[torch.Tensor] = []
+    for one, other in zip(ours, theirs, strict=True):
+        a, b = one.value, other.value
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+            continue
+        if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+            return torch.ones(1)
+        if a.layout == torch.strided and not a.is_quantized and a.numel():
+            found.append((_bits(a) != _bits(b)).any().reshape(1))
+    if not found:
+        return torch.zeros(1)
+    if len({one.device for one in found}) > 1:
+        found = [one.cpu() for one in found]
+    return torch.cat(found).any().reshape(1)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.view(BITS[tensor.element_size()])
 
 
 def _compared(

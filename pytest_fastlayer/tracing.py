@@ -9,6 +9,7 @@ and whatever ranges it opens itself.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -30,6 +31,8 @@ LONG_FORWARD_S = 1.0
 #: Kernels that the table lists by name, and how much of a name it shows.
 LARGEST, NAME_WIDTH = 12, 90
 GAPS = "launch gaps"
+#: Letters of an arm's name that its files keep.
+STEM_WIDTH = 120
 
 
 class Event(NamedTuple):
@@ -130,6 +133,8 @@ def trace(
 ) -> tuple[Path, list[Share]]:
     """Profile a few forwards; write ``<name>.json`` (Chrome trace) and ``<name>.txt`` (tables).
 
+    The files are named by ``stem``: no two arms share one, whatever they are called.
+
     Args:
         function: One forward.
         device: What it runs on.
@@ -161,8 +166,7 @@ def trace(
         with torch.autograd.profiler.emit_nvtx(), span(f"{label} by operators", device):
             function()
         synchronize(device)
-    stem = re.sub(r"[^\w.-]+", "-", name).strip("-")[:120] or "trace"
-    path = folder / f"{stem}.json"
+    path = folder / f"{stem(name)}.json"
     profiler.export_chrome_trace(str(path))
     gaps = device.type == "cuda"
     found = shares(forwards, with_gaps=gaps)
@@ -171,6 +175,15 @@ def trace(
     text = f"{label}\n\n{table(found)}\n\n{table(by_name, f'largest, by {what}')}\n"
     path.with_suffix(".txt").write_text(text, encoding="utf-8")
     return path, found
+
+
+def stem(name: str) -> str:
+    """A file's name for an arm, another for each: what had to be changed is told by a digest."""
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-")[:STEM_WIDTH]
+    if plain == name and not name.startswith("."):
+        return name
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:10]
+    return f"{plain.lstrip('.') or 'trace'}-{digest}"
 
 
 def _kernels(forwards: Sequence[Sequence[Event]]) -> Counter[str]:

@@ -116,11 +116,36 @@ def test_cuda_asked_for_where_there_is_none(project, pytester):
 
 
 def test_unwritable_outputs_do_not_cost_the_results(project, bench):
-    project(PASSING)
-    result = bench("--fastlayer-json=test_pair.py/r.json", "--fastlayer-markdown=test_pair.py/m.md")
+    spoilt = PASSING + "    open('out', 'w').close()  # where a folder is wanted\n"
+    project(spoilt)
+    result = bench("--fastlayer-json=out/r.json", "--fastlayer-markdown=out/m.md")
     assert result.ret == 1
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*r.json was not written*", "*m.md was not written*"])
+
+
+@pytest.mark.parametrize(
+    ("option", "place"),
+    [
+        ("trace", "test_pair.py"),
+        ("trace", "test_pair.py/traces"),
+        ("trace", "/proc/fastlayer/traces"),
+        ("json", "test_pair.py/r.json"),
+        ("markdown", "test_pair.py/m.md"),
+        ("html", "/proc/fastlayer/r.html"),
+    ],
+)
+def test_places_that_cannot_be_written_are_refused_at_the_start(project, bench, option, place):
+    project(PASSING)
+    result = bench(f"--fastlayer-{option}={place}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*--fastlayer-{option}=*{place}: files cannot be written there*"])
+
+
+def test_trying_a_place_leaves_nothing_there(project, bench, pytester):
+    project(PASSING)
+    assert bench("--fastlayer-html=new/deep/r.html", "--collect-only").ret == 0
+    assert not (pytester.path / "new").exists()
 
 
 def test_help_markers_and_fixtures_explain(pytester):

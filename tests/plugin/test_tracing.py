@@ -143,7 +143,7 @@ def test_trace_of_a_cpu_function(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         path, found = tracing.trace(lambda: x @ x, CPU, tmp_path, "a/b c", route="dense")
-    assert path.name == "a-b-c.json"
+    assert path.name.startswith("a-b-c-")
     names = {one.get("name") for one in json.loads(path.read_text())["traceEvents"]}
     assert {f"a/b c [dense] forward {i}" for i in range(3)} <= names
     assert found[0].kind == "GEMM"
@@ -215,6 +215,64 @@ def test_layer_norm(paired):
     ]
     assert "layer_norm-candidate [quick] forward 0" in names_in(paths[0])
     assert "layer_norm-reference [dense] forward 0" in names_in(paths[1])
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("n" * 130 + "-reference", "n" * 130 + "-candidate"),
+        ("../../x/y z", "..-..-x-y z", "..-..-x-y-z", "x-y-z"),
+        ("\u00e9" * 120, "\u00e8" * 120),
+        ("..", ".", "/", " ", "\ud800"),
+        (".hidden", "hidden"),
+    ],
+)
+def test_every_arm_has_files_of_its_own(names, tmp_path):
+    stems = [tracing.stem(name) for name in names]
+    assert len(set(stems)) == len(names)
+    for stem in stems:
+        assert (tmp_path / f"{stem}.json").resolve().parent == tmp_path.resolve()
+        assert 0 < len(stem.encode()) <= 200
+        assert not stem.startswith(".")
+
+
+def test_a_plain_name_is_its_own_stem():
+    assert tracing.stem("layer_norm-candidate") == "layer_norm-candidate"
+    assert tracing.stem("11-reference") == "11-reference"
+
+
+def test_long_names_overwrite_no_trace(project, bench, pytester):
+    project("""
+def test_layer_norm(paired):
+    module = Eager()
+    paired("n" * 130, reference=module, candidate=fast(module), inputs=inputs)
+""")
+    assert bench("--fastlayer-trace=traces").ret == 0
+    assert len(list((pytester.path / "traces").glob("*.json"))) == 2
+
+
+RAISING = """
+def test_layer_norm(paired):
+    module = Eager()
+    quick = fast(module)
+    def candidate(x):
+        if torch.autograd.profiler._is_profiler_enabled:
+            raise RuntimeError("not under a profiler\\nsecond line")
+        return quick(x)
+    paired("layer_norm", reference=module, candidate=candidate, inputs=inputs)
+"""
+
+
+def test_what_raises_only_under_the_profiler_keeps_its_record(project, bench, record, pytester):
+    project(RAISING)
+    result = bench("--fastlayer-trace=traces")
+    result.assert_outcomes(passed=1)
+    timing = record()["cases"]["layer_norm"]["timing"]
+    assert timing["speedup"] > 2
+    assert "no trace of the candidate: RuntimeError: not under a profiler" in timing["warnings"]
+    result.stdout.fnmatch_lines(["*no trace of the candidate: RuntimeError: not under*"])
+    traces = [path.name for path in (pytester.path / "traces").glob("*.json")]
+    assert traces == ["layer_norm-reference.json"]
 
 
 FLOOD = """
