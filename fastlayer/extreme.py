@@ -270,8 +270,30 @@ def streamed(config: TransformerConfig, device: str, launch: Launch, repeats: in
         "seconds": seconds,
         "device_bytes": peak,
         "transferred_bytes": 2 * config.activation_bytes(),
+        "transfer_seconds": transfer_seconds(host, config.batch_size, repeats),
         "notes": notes,
     }
+
+
+def transfer_seconds(host: list[torch.Tensor], count: int, repeats: int) -> float | None:
+    """Seconds in which ``count`` samples cross to the device and as many back, both ways at once.
+
+    No stream can be faster than that. None where the samples are not pinned: nothing crosses.
+    """
+    if not host[0].is_pinned():
+        return None
+    there, result = (torch.empty_like(host[0], device="cuda") for _ in range(2))
+    back = torch.empty_like(host[0], pin_memory=True)
+    up, down = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def body() -> None:
+        for index in range(count):
+            with torch.cuda.stream(up):
+                there.copy_(host[index % len(host)], non_blocking=True)
+            with torch.cuda.stream(down):
+                back.copy_(result, non_blocking=True)
+
+    return timed(body, "cuda", repeats)
 
 
 def scaling(
