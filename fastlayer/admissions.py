@@ -124,11 +124,20 @@ class Admissions:
         temporary.replace(target)
 
     def admit(self, row: Admission) -> Admissions:
-        """With ``row`` in place of any other row for its device, precision and case."""
+        """With ``row`` in place of any other row for its device, precision and case.
+
+        Another choice that was admitted so far is kept as refused: it is a result too.
+        """
         key = (row.device, row.precision, row.case)
-        kept = [r for r in self.admitted if (r.device, r.precision, r.case) != key]
+        replaced = [r for r in self.admitted if (r.device, r.precision, r.case) == key]
+        kept = [r for r in self.admitted if r not in replaced]
+        given_up = [
+            Refusal(*key, r.route, r.launch, f"admitted until another route was ({r.evidence})")
+            for r in replaced
+            if not _same_choice(r, row)
+        ]
         refused = [r for r in self.refused if not _same_choice(r, row)]
-        return Admissions((*kept, row), tuple(refused))
+        return Admissions((*kept, row), (*refused, *given_up))
 
     def refuse(self, row: Refusal) -> Admissions:
         """With ``row`` added; an admission of the very same choice is withdrawn."""

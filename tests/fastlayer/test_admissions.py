@@ -42,11 +42,16 @@ def test_admitting_replaces_and_refusing_withdraws():
     faster = Admission("A GPU", HIGH, 3, "fused", {}, "baselines/a-gpu.json#3")
     rows = Admissions().admit(ROW).admit(faster)
     assert rows.admitted == (faster,)
+    (given_up,) = rows.refused
+    assert (given_up.route, given_up.launch) == (ROW.route, ROW.launch)
+    assert ROW.evidence in given_up.reason
+    assert rows.admit(faster).refused == (given_up,)
     refused = Refusal("A GPU", HIGH, 3, "fused", {}, "INCORRECT")
     rows = rows.refuse(refused)
     assert rows.admitted == ()
-    assert rows.refused == (refused,)
-    assert rows.admit(faster).refused == ()
+    assert rows.refused == (given_up, refused)
+    assert rows.admit(faster).refused == (given_up,)
+    assert rows.admit(ROW).refused == (refused,)
 
 
 @pytest.mark.parametrize(
