@@ -28,7 +28,7 @@ from pytest_fastlayer.elementwise import (
     squared_error,
     unravel,
 )
-from pytest_fastlayer.outputs import Leaf, OutputError, as_tensor, leaves, map_tensors
+from pytest_fastlayer.outputs import Leaf, OutputError, as_tensor, leaves, map_tensors, tensors
 
 __all__ = [
     "Comparison",
@@ -158,7 +158,7 @@ def check_trials(
     for trial, seed in enumerate(seeds):
         args = inputs(seed)
         with torch.no_grad():
-            expected = reference(*args)
+            expected = _apart(reference(*args), args)
             truth = float64(*args) if float64 is not None and trial < float64_trials else None
             actual = candidate(*args)
         one = compare(actual, expected, tolerance, seed=seed, truth=truth)
@@ -181,6 +181,22 @@ def check_trials(
     record = to_record(merged, seeds, tolerance, rms)
     message = None if merged.passed else explain(merged, seeds=seeds, replay=replay, rms=rms)
     return Trials(record, merged, message, kept)
+
+
+def _apart(output: Any, args: tuple[Any, ...]) -> Any:
+    """An output in memory of its own: a reference may return its input, which an arm may write."""
+    given = {_storage(tensor) for tensor in tensors(args)} - {0}
+    if given.isdisjoint(map(_storage, tensors(output))):
+        return output
+    return map_tensors(output, lambda t: t.clone() if _storage(t) in given else t)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Address of the memory behind a tensor; 0 where there is none to be written."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper of other tensors
+        return 0
 
 
 def to_record(

@@ -79,6 +79,19 @@ def test_one_element_not_a_number(project, bench, record):
     assert case["accuracy"]["failed"] == 2
 
 
+def test_a_reference_that_returns_its_input_is_not_what_the_candidate_writes(project, pytester):
+    project("""
+def test_same(paired):
+    second = inputs(1235)[0]
+    def candidate(x):
+        return x.zero_() if x.equal(second) else x.clone()
+    paired("same", reference=lambda x: x, candidate=candidate, inputs=inputs)
+""")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--fastlayer-device=cpu")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*INCORRECT: same: *"])
+
+
 def test_slow_candidate_is_below_the_floor(project, bench, record):
     project(PASSING.replace("fast(module)", "fast(module, 2 * EAGER_S)"))
     result = bench()
