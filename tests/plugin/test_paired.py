@@ -208,6 +208,37 @@ def test_rival_is_timed_by_name(project, bench, record):
     assert rival["timing"]["speedup"] > 2
 
 
+@pytest.mark.parametrize("when", ["built", "timed"])
+def test_a_rival_that_raises_whatever_costs_no_record(when, project, bench, record):
+    project(
+        """
+class Odd(Exception):
+    pass
+
+def rival(module, when, calls=[0]):
+    if when == "built":
+        raise Odd("nothing to build")
+    def run(x):
+        calls[0] += 1
+        if calls[0] > 2:
+            raise Odd("tired")
+        return fast(module)(x)
+    return run
+
+def test_layer_norm(paired):
+    module = Eager()
+    paired("layer_norm", reference=module, candidate=fast(module), inputs=inputs,
+           rivals={"odd": lambda: rival(module, WHEN)})
+""".replace("WHEN", repr(when))
+    )
+    bench("--fastlayer-rival=odd").assert_outcomes(passed=1)
+    case = record()["cases"]["layer_norm"]
+    assert case["timing"]["speedup"] > 2
+    (odd,) = case["rivals"]
+    assert odd["verdict"] == "UNSUPPORTED"
+    assert odd["reason"].startswith("Odd: ")
+
+
 def test_unknown_rival_names_the_known(project, bench):
     project(PASSING.replace('workload={"rows": 32}', 'rivals={"again": lambda: fast(module)}'))
     result = bench("--fastlayer-rival=other")
