@@ -14,7 +14,7 @@ import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -157,10 +157,11 @@ def trace(
     count = 1 if is_long else FORWARDS
     profiler, forwards = _profile(function, device, label, count)
     if not is_long and has_stages(module):
-        with stages(module, route or name, device):
+        # A module may refuse hooks, or compute otherwise under them: then it goes without stages.
+        with suppress(Exception), stages(module, route or name, device):
             staged, again = _profile(function, device, label, count)
-        if _kernels(again) == _kernels(forwards):  # else the hooks made it compute otherwise
-            profiler = staged
+            if _kernels(again) == _kernels(forwards):
+                profiler = staged
     if device.type == "cuda" and not is_long:
         # For whoever runs this under another profiler; torch's own must not be running meanwhile.
         with torch.autograd.profiler.emit_nvtx(), span(f"{label} by operators", device):

@@ -186,6 +186,20 @@ def test_stages_that_change_what_runs_are_not_used(tmp_path):
     assert not any("dense/layers" in (name or "") for name in names_in(path))
 
 
+def test_a_module_that_refuses_hooks_is_traced_without_stages(tmp_path):
+    class Judge(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if any(one._forward_hooks for one in self.modules()):
+                raise RuntimeError("altered")
+            return super().forward(x)
+
+    model, x = Judge().eval(), torch.randn(4, 8)
+    path, found = tracing.trace(lambda: model(x), CPU, tmp_path, "m", route="dense", module=model)
+    assert "m [dense] forward 0" in names_in(path)
+    assert found
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+
+
 def test_a_long_forward_runs_once(tmp_path):
     calls = []
     model = Model().eval()
