@@ -30,7 +30,10 @@ SCHEMA_VERSION = 1
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=0)]
+#: Integers of a record fit 64 bits, as torch's seeds do; larger ones overflow against a float.
+Integer = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+Count = Annotated[Integer, Field(ge=0, le=2**63 - 1)]
+AtLeastOne = Annotated[Count, Field(ge=1)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -85,7 +88,7 @@ class Device(Model):
 
     type: Literal["cuda", "cpu"]
     name: str
-    capability: tuple[int, int] | None = None  #: CUDA compute capability; None on CPU
+    capability: tuple[Count, Count] | None = None  #: CUDA compute capability; None on CPU
     multiprocessors: Count  #: streaming multiprocessors, or the threads torch uses on CPU
     memory_mib: Count
 
@@ -152,7 +155,7 @@ class Accuracy(Model):
     """
 
     trials: Count
-    seeds: tuple[int, ...]
+    seeds: tuple[Integer, ...]
     failed: Count
     nonfinite: Count  #: candidate elements that are NaN or inf where the reference is not the same
     total: Count
@@ -202,8 +205,8 @@ class Control(Model):
 class ForwardsPerBlock(Model):
     """Forwards in one timed block of each arm."""
 
-    reference: Annotated[int, Field(ge=1)]
-    candidate: Annotated[int, Field(ge=1)]
+    reference: AtLeastOne
+    candidate: AtLeastOne
 
 
 class Clocks(Model):
@@ -406,20 +409,20 @@ class StressCell(Model):
     elements: Count
     failed: Count
     budget_used: NonNegative | None = None  #: the worst finite element's share of its tolerance
-    seed: int | None = None  #: of the worst element, a failing one before any other
+    seed: Integer | None = None  #: of the worst element, a failing one before any other
     route: str | None = None  #: what ran
 
 
 class Stress(Model):
     """Accuracy over a grid of inputs. The totals are of the gated cells alone."""
 
-    seeds: tuple[int, ...]
+    seeds: tuple[Integer, ...]
     note: str = ""
     elements: Count
     failed: Count
     budget_used: NonNegative | None = None
     cell: str | None = None  #: label of the worst gated cell
-    seed: int | None = None  #: and its worst seed
+    seed: Integer | None = None  #: and its worst seed
     cells: tuple[StressCell, ...]
     ungated: tuple[StressCell, ...] = ()
 

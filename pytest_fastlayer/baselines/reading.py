@@ -200,13 +200,13 @@ def _migrate(data: Any, source: str) -> dict[str, Any]:
         known = isinstance(writer, str) and re.fullmatch(r"[0-9][0-9A-Za-z.+]{0,30}", writer)
         package = f"'pytest-fastlayer>={writer}'" if known else "--upgrade pytest-fastlayer"
         raise BaselineError(
-            f"{source}: $.schema_version: {version} is newer than {SCHEMA_VERSION}, the newest "
-            f"that this version reads; pip install {package}"
+            f"{source}: $.schema_version: {shown(version)} is newer than {SCHEMA_VERSION}, the "
+            f"newest that this version reads; pip install {package}"
         )
     for step in range(version, SCHEMA_VERSION):
         if step not in MIGRATIONS:
             raise BaselineError(
-                f"{source}: $.schema_version: no way to read version {version}; the oldest "
+                f"{source}: $.schema_version: no way to read version {shown(version)}; the oldest "
                 f"readable version is {min(MIGRATIONS, default=SCHEMA_VERSION)}"
             )
         data = {**MIGRATIONS[step](data), "schema_version": step + 1}
@@ -241,12 +241,13 @@ def _check_plausible(record: RunRecord, source: str) -> None:
 def _implausible(timing: Timing) -> Iterator[tuple[str, str]]:
     # Under drift (a factor of 60 within one run has been seen) a median of ratios is not the ratio
     # of medians, nor does a block keep its length.
-    quotient = timing.reference_s / timing.candidate_s
-    if not 1 / _UNIT_ERROR < timing.speedup / quotient < _UNIT_ERROR:
+    # In logarithms, where no two positive floats overflow.
+    quotient = math.log(timing.reference_s) - math.log(timing.candidate_s)
+    if abs(math.log(timing.speedup) - quotient) >= math.log(_UNIT_ERROR):
         yield (
             "speedup",
-            f"{timing.speedup:g} does not agree with reference_s / candidate_s = {quotient:g}; "
-            "are both in seconds?",
+            f"{timing.speedup:g} does not agree with reference_s / candidate_s = "
+            f"{timing.reference_s:g} / {timing.candidate_s:g}; are both in seconds?",
         )
     if timing.forwards_per_block is not None:
         block_s = timing.method.block_ms / 1e3

@@ -36,6 +36,14 @@ def refusal(text: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("arm", ["reference_s", "candidate_s"])
+def test_times_whose_quotient_overflows_are_refused(arm):
+    data = document()
+    figures = data["cases"]["a"]["timing"]
+    figures |= {"reference_s": 1e300, "candidate_s": 1e300, arm: 1e-300}
+    assert "$.cases.a.timing.speedup: 4 does not agree" in refusal(json.dumps(data))
+
+
 def test_round_trip(tmp_path):
     record = run({"a": case(workload={"none": None, "nested": [None, {"x": 1}]}), "ü/b": case()})
     baselines.save(record, tmp_path / "r.json")

@@ -28,6 +28,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "newer": (edited(schema_version=99).encode(), "$.schema_version: 99 is newer"),
     "unit": (edited(surprise="\x1b[2J").encode(), "$.surprise: Extra inputs"),
     "escape": (edited(**{"\x1b]0;x\x07": 1}).encode(), r"$['\x1b]0;x\x07']: Extra inputs"),
+    "huge": (GOOD.replace('"pairs": 6', f'"pairs": {10**400}').encode(), ".timing.pairs: Input"),
     "number": (GOOD.replace("0.004", "NaN", 1).encode(), "nan is not a finite number"),
 }
 COMMANDS = {

@@ -105,7 +105,9 @@ numbers = st.one_of(
     st.integers(-3, 3),
     st.integers(),
     st.floats(),
-    st.sampled_from([0.0, -0.0, 1e308, 5e-324, 1e-300, 2**53, 10**30, float("nan"), float("inf")]),
+    st.sampled_from(
+        [0.0, -0.0, 1e308, 5e-324, 1e-300, 2**53, 10**30, 10**400, float("nan"), float("inf")]
+    ),
 )
 values = st.recursive(
     st.none() | st.booleans() | numbers | hostile_text,
@@ -243,6 +245,31 @@ def test_damaged_records(changes):
     record = read(json.dumps(damaged(changes)))
     if record is not None:
         shown_everywhere(record)
+
+
+COUNTED = [place for place in places(DOCUMENT) if type(look(DOCUMENT, place)) is int]
+
+
+@pytest.mark.parametrize("place", COUNTED, ids=lambda place: ".".join(map(str, place)))
+@pytest.mark.parametrize("huge", [10**400, -(10**400), 2**64])
+def test_no_integer_beyond_64_bits(place, huge):
+    """They would overflow wherever they meet a float: in a table, in a comparison."""
+    text = json.dumps(damaged([("set", place, huge)]))
+    if "workload" in place or "launch" in place:
+        shown_everywhere(parse(text, source="fuzz.json"))
+        return
+    with pytest.raises(BaselineError, match=rf"^fuzz\.json: \$.*{place[0]}") as caught:
+        parse(text, source="fuzz.json")
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("huge", [2**63 - 1, 0, 1])
+def test_the_largest_integers_are_shown(huge):
+    for place in COUNTED:
+        record = read(json.dumps(damaged([("set", place, huge)])))
+        if record is not None:
+            shown_everywhere(record)
 
 
 numeric = st.lists(
