@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING
 
 from pytest_fastlayer import baselines
 from pytest_fastlayer.baselines import BaselineError, BaselineNotFoundError, shown
-from pytest_fastlayer.records import CaseRecord, RunRecord, Verdict, json_schema
+from pytest_fastlayer.records import (
+    GREEN,
+    NOTICE,
+    CaseRecord,
+    RunRecord,
+    Verdict,
+    json_schema,
+)
 from pytest_fastlayer.report import explain, github, markdown, terminal, text
 from pytest_fastlayer.report.table import label
 
@@ -35,7 +42,8 @@ exit codes:
   0   no regression (update: stored; others: done)
   1   figures --check: a table or picture is out of date
   2   usage error, or a record that cannot be read
-  10  slower than the baseline, more memory, or below the noise floor
+  10  slower than the baseline, more memory, or below the noise floor (update: refused,
+      also where a case is green by its base alone and the stored figure is better)
   11  incorrect or dishonest
   12  inconclusive or unresolvable
   13  not comparable: stored for another reference, workload or method, or a stored
@@ -290,11 +298,17 @@ def _update(arguments: argparse.Namespace) -> int:
 def _refuse(run: RunRecord, names: Sequence[str]) -> int:
     from pytest_fastlayer import gate
 
+    verdicts = []
     for name in names:
         case = run.cases[name]
-        reason = f"{case.verdict.value}: {text.plain(case.reason, 400)}"
-        print(f"refused {label(name, case)}: {reason}", file=sys.stderr)
-    return gate.exit_code([run.cases[name].verdict for name in names], gate.Policy())
+        # Refused though green: by its base alone, while the stored figure is better.
+        by_base = case.verdict in GREEN | NOTICE
+        said = f"{case.verdict.value}, but worse than stored" if by_base else case.verdict.value
+        print(
+            f"refused {label(name, case)}: {said}: {text.plain(case.reason, 400)}", file=sys.stderr
+        )
+        verdicts.append(Verdict.SLOWER if by_base else case.verdict)
+    return gate.exit_code(verdicts, gate.Policy())
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from pytest_fastlayer import gate as gate_module
 from pytest_fastlayer.baselines import load, save
 from pytest_fastlayer.cli import EXIT_CODES, main
 from pytest_fastlayer.gate import Policy
-from pytest_fastlayer.records import PeakMemory, RunRecord, Verdict
+from pytest_fastlayer.records import Comparison, PeakMemory, RunRecord, Verdict
 
 
 @pytest.fixture
@@ -244,6 +244,28 @@ def test_update_refuses_red_and_changes_nothing(write, gate, tmp_path):
     assert set(load(path).cases) == {"a", "b", "c"}
     code, _, err = gate("update", good, "--baseline", path, "--accept", "typo")
     assert (code, "in none of the runs" in err) == (2, True)
+
+
+def test_update_that_refuses_a_figure_worse_than_stored_is_no_success(write, gate, tmp_path):
+    """Green by its base alone: the exit status must not say "stored"."""
+    path = write("b.json", run())
+    before = (tmp_path / "b.json").read_bytes()
+    change = Comparison(
+        baseline="b.json",
+        provenance="measured",
+        ratio=0.75,
+        ci=(0.74, 0.76),
+        threshold=0.02,
+        p_value=1e-9,
+    )
+    worse = case(speedup=3, comparison=change, base=base(Verdict.PASS, 1.0), reason="why")
+    new = write("new.json", run({"a": worse}))
+    code, out, err = gate("update", new, "--baseline", path)
+    assert code == 10
+    assert "1 refused" in out
+    assert "refused a: PASS, but worse than stored: why" in err
+    assert (tmp_path / "b.json").read_bytes() == before
+    assert gate("update", new, "--baseline", path, "--accept", "a")[0] == 0
 
 
 def test_update_never_accepts_incorrect(write, gate, tmp_path):
