@@ -529,9 +529,14 @@ class RunRecord(Model):
         return dict(sorted(cases.items(), key=lambda item: natural_key(item[0])))
 
     def to_json(self) -> str:
-        """Stable text: sorted keys, two-space indent, a newline at the end, no NaN."""
+        """Stable text: sorted keys, two-space indent, a newline at the end, no NaN.
+
+        Nothing in it is a command to a CI runner, which may see it printed.
+        """
         data = self.model_dump(mode="json", exclude_none=True, exclude_defaults=False)
-        return json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n"
+        text = json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n"
+        # The same JSON: "##[" can only be inside a string. No line of it starts with a colon.
+        return text.replace("##[", r"##\u005b")
 
 
 def natural_key(name: str) -> tuple[tuple[int, int | str], ...]:

@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pytest_fastlayer.records import SCHEMA_VERSION, RunRecord, Timing
+from pytest_fastlayer.runner_commands import defuse
 
 #: Largest file that is read at all. A run of 200 cases with 1,000 pairs each takes about 5 MB.
 MAX_BYTES = 16 * 2**20
@@ -35,7 +36,13 @@ MIGRATIONS: Mapping[int, Migration] = {}
 
 
 class BaselineError(ValueError):
-    """A record cannot be read, merged or written. The message names file and place."""
+    """A record cannot be read, merged or written. The message names file and place.
+
+    It goes to a log that a CI runner reads, and quotes keys, values and names of files.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(defuse(message))
 
 
 class BaselineNotFoundError(BaselineError):

@@ -6,13 +6,18 @@ import re
 import unicodedata
 from collections.abc import Iterable
 
+from pytest_fastlayer.runner_commands import defuse
+
 #: Terminal escape sequences: CSI, OSC (up to BEL or ST), and the two-character ones.
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")
-#: A line that a CI runner would take for a command to itself.
-_RUNNER_COMMAND = re.compile(r"^(?=::|##\[)")
 #: Unicode classes that show nothing, reorder text, or cannot be encoded: controls, formats
 #: (bidirectional overrides among them), surrogates, private use, unassigned.
 _INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn"})
+#: Marks and letters that show nothing either (Unicode's Default_Ignorable_Code_Point): a search
+#: that follows a culture's rules, as a CI runner's does, looks straight through them.
+_IGNORABLE = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 _MAGNITUDES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -20,13 +25,12 @@ _MAGNITUDES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 def plain(text: object, limit: int = 200) -> str:
     """``text`` as one visible line of at most ``limit`` characters, safe in any artefact.
 
-    Escape sequences and control characters are removed, line breaks become spaces, and the start
-    of a CI runner's command is defused.
+    Escape sequences and control characters are removed, line breaks become spaces, and a CI
+    runner's commands are defused.
     """
-    line = re.sub(r"\s", " ", _ESCAPE.sub("", str(text)))
+    line = re.sub(r"\s", " ", _IGNORABLE.sub("", _ESCAPE.sub("", str(text))))
     line = "".join(c for c in line if unicodedata.category(c) not in _INVISIBLE)
-    line = re.sub(" +", " ", line).strip()
-    line = _RUNNER_COMMAND.sub("'", line)
+    line = defuse(re.sub(" +", " ", line).strip())
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pytest_fastlayer.records import (
@@ -21,6 +22,13 @@ from pytest_fastlayer.records import (
     ToleranceRecord,
     Verdict,
 )
+
+
+def obeyed(output: str) -> list[str]:
+    """The lines in which GitHub's runner looks for a command, as it finds them."""
+    lines = re.split(r"\r\n|\r|\n", output)
+    return [line for line in lines if line.lstrip().startswith("::") or "##[" in line]
+
 
 DEVICE = Device(
     type="cuda", name="NVIDIA H200", capability=(9, 0), multiprocessors=132, memory_mib=143771

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from makers import run
+from makers import case, obeyed, run
 
 from pytest_fastlayer.baselines import save
-from pytest_fastlayer.cli import main
+from pytest_fastlayer.cli import FORMATS, main
+from pytest_fastlayer.records import Verdict
 
 GOOD = run().to_json()
 
@@ -62,6 +63,38 @@ def test_refused_with_file_and_place(kind, command, tmp_path, capsys):
     bad = tmp_path / "bad.json"
     bad.write_bytes(content)
     assert message in refused(command, bad, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("name", ["##[error]x", "a ##[stop-commands]b", "c\n::error::d"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_runner_obeys_no_refusal(command, name, tmp_path, capsys):
+    """Hosted jobs read files whose names and contents come from a pull request's code."""
+    bad = tmp_path / f"{name}.json"
+    save(run(), tmp_path / "good.json")
+    names = {"bad": bad, "good": tmp_path / "good.json", "out": tmp_path / "out"}
+    for content in (None, json.dumps({"schema_version": 1, name: 1}), '{"a": ##[error]'):
+        if content is not None:
+            bad.write_text(content)
+        assert main([part.format(**names) for part in COMMANDS[command]]) in (2, 14)
+        said = capsys.readouterr()
+        assert not obeyed(said.out + said.err)
+
+
+@pytest.mark.parametrize("format", sorted(FORMATS))
+def test_a_runner_obeys_no_record(format, tmp_path, capsys, monkeypatch):
+    attack = "x ##[error]y\n::error::z"
+    hostile = case(Verdict.SLOWER, reason=attack, label=attack, route=attack, nodeid=attack)
+    save(run({attack: hostile}, notes=(attack,), commit=attack), tmp_path / "run.json")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    assert main(["show", str(tmp_path / "run.json"), "--format", format]) == 0
+    said = capsys.readouterr()
+    expected = 1 if format == "github" else 0  # the annotation of the one red case
+    assert len(obeyed(said.out + said.err)) == expected
+    assert "##[" not in said.out
+    assert main(["explain", str(tmp_path / "run.json"), attack]) == 0
+    assert not obeyed(capsys.readouterr().out)
+    files = [path for path in tmp_path.iterdir() if path.is_file()]
+    assert not any(obeyed(path.read_text()) for path in files)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from makers import accuracy, base, run, timing, unsupported
+from makers import accuracy, base, obeyed, run, timing, unsupported
 from test_html import ATTACKS, Page, full_case
 from test_terminal import change
 
@@ -99,7 +99,7 @@ def places(data: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 hostile_text = st.one_of(
     st.sampled_from(ATTACKS),
     st.text(max_size=12),
-    st.text(alphabet="a|<>`\"'\n\r\\*_[](){}@#!&;:%$=~- \x00\x1b\u202e\u2028\ud800é", max_size=16),
+    st.text(alphabet="a|<>`\"'\n\r\\*_[](){}@#!&;:%$=~- #\x00\x1b\u202e\u2028\ud800é", max_size=16),
 )
 numbers = st.one_of(
     st.integers(-3, 3),
@@ -170,6 +170,7 @@ def read(text: str) -> RunRecord | None:
             assert re.match(r"fuzz\.json(:\d+:\d+)?: ", line), line
             assert line.isprintable()
             assert len(line) < 1000
+            assert not obeyed(line)
         return None
     assert parse(record.to_json(), source="again") == record
     return record
@@ -179,7 +180,7 @@ def as_lines(lines: list[str]) -> None:
     """Nothing that a terminal or a CI runner would obey."""
     for line in lines:
         assert line.isprintable()
-        assert not line.lstrip().startswith(("::", "##["))
+        assert not obeyed(line)
         line.encode()
 
 
@@ -189,9 +190,13 @@ def shown_everywhere(record: RunRecord) -> None:
     for command in github.commands(record):
         assert command.isprintable()
         assert re.match(r"::(error|notice) (file=[^,:]*,)?title=[^,:]*::", command)
+        assert "##[" not in command
     for name, case in record.cases.items():
         as_lines(explain.explain(name, case))
     document = markdown.table(record)
+    assert not obeyed(document)
+    assert not obeyed(record.to_json())
+    assert not obeyed(junit.render(record))
     rows = [line for line in document.splitlines() if line.startswith("|")]
     assert len({row.count("|") for row in rows}) <= 1
     assert not re.search(r"<(?!/?sub>)|\x1b|`", document)
@@ -241,6 +246,10 @@ def test_the_full_record_is_shown():
 @given(damage)
 @example([("number", ("cases", "a", "timing", "log_ratios", 0), 710.0)])
 @example([("set", ("cases", "a", "label"), ":")])
+@example([("set", ("cases", "a", "reason"), "slow ##[error]x")])
+@example([("rename", ("cases", "a"), "##[error]x")])
+@example([("set", ("cases", "a", "workload"), {"##[error]x": "::error::y ##[error]z"})])
+@example([("rename", ("device",), "##[error]x")])
 def test_damaged_records(changes):
     record = read(json.dumps(damaged(changes)))
     if record is not None:

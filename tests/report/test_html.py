@@ -325,6 +325,7 @@ ATTACKS = (
     "</title></style></svg><svg onload=alert(1)>",
     "{{ 7 * 7 }}{% include 'x' %}",
     "javascript:alert(1)",
+    "at ##[error]x ##",
     "$\\frac{1}{0}$ $x$ \\$",
     "<!-- ]]> &amp; &#60;",
 )

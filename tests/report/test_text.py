@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from makers import obeyed
 
 from pytest_fastlayer.report import text
+from pytest_fastlayer.runner_commands import defuse
 
 
 @pytest.mark.parametrize(
@@ -23,7 +25,11 @@ from pytest_fastlayer.report import text
         ("lone\ud800surrogate", "lonesurrogate"),
         ("::error::pwned", "'::error::pwned"),
         ("\n ::add-mask::x", "'::add-mask::x"),
-        ("##[error]x", "'##[error]x"),
+        ("##[error]x", "## [error]x"),
+        ("case ###[add-mask]x, ##[error]y", "case ### [add-mask]x, ## [error]y"),
+        ("#\u200b#\x07[error]x", "## [error]x"),
+        ("\ufe0f\u034f::error::x", "'::error::x"),
+        ("a b ::error::x", "a b ::error::x"),
         ("tests/t.py::test_x", "tests/t.py::test_x"),
         ("größe/ä ✓", "größe/ä ✓"),
         ("", ""),
@@ -39,14 +45,28 @@ def test_plain_is_cut():
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.text(max_size=60))
+@given(st.text(max_size=60) | st.text("#[:] \n\x1b\u200b\ufe0f\u3164a", max_size=12))
 def test_plain_is_one_safe_line(given):
     shown = text.plain(given)
     assert "\n" not in shown
     assert "\x1b" not in shown
     assert shown.isprintable()
     shown.encode()
-    assert not shown.startswith(("::", "##["))
+    assert not obeyed(shown)
+
+
+@pytest.mark.parametrize(
+    ("given", "defused"),
+    [
+        ("fine: a::b [x] ##\nnext ::", "fine: a::b [x] ##\nnext ::"),
+        ("one\n  ::error::x\r::stop-commands::y", "one\n'  ::error::x\r'::stop-commands::y"),
+        ("\t::a::\n\n::b::", "'\t::a::\n\n'::b::"),
+        ("at ##[error]x ##[b]", "at ## [error]x ## [b]"),
+    ],
+)
+def test_defused_text_keeps_its_lines(given, defused):
+    assert defuse(given) == defused
+    assert not obeyed(defused)
 
 
 @pytest.mark.parametrize(
