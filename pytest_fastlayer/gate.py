@@ -2,7 +2,7 @@
 
 Order of judgement, the first that applies: DISHONEST, INCORRECT; then, of a case without a figure,
 UNSUPPORTED, UNRESOLVABLE or INCONCLUSIVE as whoever measured it said, else ACCURATE; then against
-the baseline SLOWER and MORE_MEMORY; then on its own BELOW_FLOOR and INCONCLUSIVE; then
+the baseline MORE_MEMORY and SLOWER; then on its own BELOW_FLOOR and INCONCLUSIVE; then
 STALE_BASELINE, OTHER_MACHINE, NO_BASELINE, FASTER, PASS.
 
 A ratio over an oracle is a diagnostic: such a case is judged on accuracy, honesty and memory alone,
@@ -62,7 +62,9 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class _Finding:
+class Finding:
+    """A verdict and the sentence that gives its reason."""
+
     verdict: Verdict
     reason: str
 
@@ -89,7 +91,7 @@ def judge(
     timing = case.timing
     if timing is None:
         text = f"{_accuracy(case)}; not timed"
-        return _with(case, _Finding(Verdict.ACCURATE, text), comparison=None)
+        return _with(case, Finding(Verdict.ACCURATE, text), comparison=None)
 
     where = baseline_path or "the baseline"
     obstacle = comparability.obstacle(case, baseline, name=name, device=device, where=where)
@@ -107,12 +109,11 @@ def judge(
                 provenance=baseline.provenance,
                 changed_since=comparability.changed_since(software, baseline.software),
             )
-            complaint = _slowdown(timing, comparison, policy) or complaint
-    if case.is_diagnostic:
-        standing, claim = _diagnosis(timing), _company(timing, policy)
-    else:
-        standing, claim = cleared(timing, policy), _claim(timing, policy)
-    notice = _Finding(obstacle[0], f"{standing}; {obstacle[1]}") if obstacle else None
+            # Memory first: a base can take the place of the stored ratio, and of nothing else.
+            complaint = complaint or _slowdown(timing, comparison, policy)
+    standing = _diagnosis(timing) if case.is_diagnostic else standing_of(timing, policy)
+    claim = claim_of(case, policy)
+    notice = Finding(obstacle[0], f"{standing}; {obstacle[1]}") if obstacle else None
 
     if name in policy.accepted:
         worse = complaint or (notice if _is_stale(notice) else None)
@@ -120,22 +121,22 @@ def judge(
     else:
         finding = complaint or claim
     if finding is None and notice is None and case.is_diagnostic:
-        finding = _Finding(Verdict.PASS, f"{standing}; no more memory than stored")
+        finding = Finding(Verdict.PASS, f"{standing}; no more memory than stored")
     finding = finding or notice or _green(timing, stored, comparison, policy)
     return _with(case, finding, comparison=comparison)
 
 
-def _is_stale(finding: _Finding | None) -> bool:
+def _is_stale(finding: Finding | None) -> bool:
     return finding is not None and finding.verdict is Verdict.STALE_BASELINE
 
 
-def _accepted(standing: str, worse: _Finding) -> _Finding:
-    return _Finding(Verdict.PASS, f"{standing}; accepted by name, would be {worse.verdict}")
+def _accepted(standing: str, worse: Finding) -> Finding:
+    return Finding(Verdict.PASS, f"{standing}; accepted by name, would be {worse.verdict}")
 
 
 def judge_failure(case: CaseRecord, error: statistics.SamplesError) -> CaseRecord:
     """A copy of ``case`` whose samples gave no speedup: UNRESOLVABLE or INCONCLUSIVE, and why."""
-    finding = _blocked(case) or _Finding(error.verdict, str(error))
+    finding = _blocked(case) or Finding(error.verdict, str(error))
     return _with(case, finding, timing=None, comparison=None)
 
 
@@ -170,17 +171,18 @@ def judge_run(
     """All cases after Holm's full procedure over the run's comparisons; same keys, same order.
 
     Further cases may turn SLOWER; none that the item-time step failed turns green again, nor
-    does a case worse than SLOWER change. Names in ``policy.accepted`` stay as they are.
-    ``drop_of`` says which comparison of a case counts.
+    does a case change of which something worse than SLOWER was said, or MORE_MEMORY. Names in
+    ``policy.accepted`` stay as they are. ``drop_of`` says which comparison of a case counts.
     """
     found = {name: drop_of(case) for name, case in cases.items()}
     drops = {name: drop for name, drop in found.items() if drop is not None}
     rejected = statistics.holm([drop.p_value for drop in drops.values()], policy.alpha)
     judged = dict(cases)
     for (name, drop), is_slower in zip(drops.items(), rejected, strict=True):
-        if is_slower and drop.is_beyond and name not in policy.accepted:
+        fails_worse = cases[name].verdict is Verdict.MORE_MEMORY
+        if is_slower and drop.is_beyond and not fails_worse and name not in policy.accepted:
             text = drop.tell(f"p = {drop.p_value:.2g}, Holm over {len(drops)} cases")
-            judged[name] = _with(cases[name], _Finding(Verdict.SLOWER, text))
+            judged[name] = _with(cases[name], Finding(Verdict.SLOWER, text))
     return judged
 
 
@@ -221,7 +223,7 @@ def memory_limit_mib(stored_mib: float, policy: Policy) -> float:
     return stored_mib + max(policy.memory_tolerance * stored_mib, policy.memory_slack_mib)
 
 
-def _with(case: CaseRecord, finding: _Finding, **updates: Any) -> CaseRecord:
+def _with(case: CaseRecord, finding: Finding, **updates: Any) -> CaseRecord:
     return case.model_copy(update={"verdict": finding.verdict, "reason": finding.reason, **updates})
 
 
@@ -270,12 +272,12 @@ def stress_failure(stress: records.Stress) -> str:
 _SETTLED = frozenset({Verdict.UNSUPPORTED, Verdict.UNRESOLVABLE, Verdict.INCONCLUSIVE})
 
 
-def _blocked(case: CaseRecord) -> _Finding | None:
+def _blocked(case: CaseRecord) -> Finding | None:
     """What forbids judging speed at all."""
     caught = [probe for probe in case.probes if not probe.passed]
     if caught:
         said = "; ".join(f"{probe.name}: {probe.message or 'failed'}" for probe in caught)
-        return _Finding(
+        return Finding(
             Verdict.DISHONEST,
             f"{len(caught)} of {len(case.probes)} honesty probes caught the candidate "
             f"({said}): make every call compute its result from its inputs alone",
@@ -284,16 +286,16 @@ def _blocked(case: CaseRecord) -> _Finding | None:
         detail = f"{_accuracy(case)}, {case.accuracy.nonfinite} not finite"
         if case.accuracy.budget_used is not None:
             detail += f", the worst at {case.accuracy.budget_used:.2f} of its budget"
-        return _Finding(
+        return Finding(
             Verdict.INCORRECT,
             f"{detail}: correct the candidate first, a wrong result has no speed",
         )
     if case.stress is not None and case.stress.failed:
-        return _Finding(Verdict.INCORRECT, stress_failure(case.stress))
+        return Finding(Verdict.INCORRECT, stress_failure(case.stress))
     if case.timing is None and case.verdict in _SETTLED:
-        return _Finding(case.verdict, case.reason)
+        return Finding(case.verdict, case.reason)
     if case.accuracy is None:
-        return _Finding(
+        return Finding(
             Verdict.INCORRECT,
             "accuracy was not measured: compare at least one trial, an unchecked result has no "
             "speed",
@@ -311,20 +313,20 @@ def _is_regression(comparison: Comparison, policy: Policy) -> bool:
     return _beyond(comparison) and comparison.p_value <= policy.alpha / policy.family_size
 
 
-def _slowdown(timing: Timing, comparison: Comparison, policy: Policy) -> _Finding | None:
+def _slowdown(timing: Timing, comparison: Comparison, policy: Policy) -> Finding | None:
     """SLOWER than stored."""
     if not _is_regression(comparison, policy):
         return None
     text = _slower(comparison, timing, f"p = {comparison.p_value:.2g}")
-    return _Finding(Verdict.SLOWER, text)
+    return Finding(Verdict.SLOWER, text)
 
 
-def _more_memory(case: CaseRecord, stored: CaseRecord, policy: Policy) -> _Finding | None:
+def _more_memory(case: CaseRecord, stored: CaseRecord, policy: Policy) -> Finding | None:
     """MORE_MEMORY than stored."""
     now = case.peak_mib.candidate if case.peak_mib else None
     then = stored.peak_mib.candidate if stored.peak_mib else None
     if now is not None and then is not None and now > memory_limit_mib(then, policy):
-        return _Finding(
+        return Finding(
             Verdict.MORE_MEMORY,
             f"the candidate's peak memory is {now:.1f} MiB, stored {then:.1f} MiB, limit "
             f"{memory_limit_mib(then, policy):.1f} MiB: free intermediate tensors earlier, or "
@@ -344,20 +346,26 @@ def _slower(comparison: Comparison, timing: Timing, evidence: str) -> str:
     )
 
 
-def _claim(timing: Timing, policy: Policy) -> _Finding | None:
-    """BELOW_FLOOR or INCONCLUSIVE: the speedup on its own does not clear the bar."""
+def claim_of(case: CaseRecord, policy: Policy) -> Finding | None:
+    """BELOW_FLOOR or INCONCLUSIVE: what the case's figure is on its own, whatever is stored.
+
+    None where it clears its bar, and for a case without a timing.
+    """
+    timing = case.timing
+    if timing is None or case.is_diagnostic:
+        return None if timing is None else _company(timing, policy)
     bar = _bar(timing, policy)
     low, high = _interval(timing)
     said = f"{_ratio(timing.speedup, (low, high))}"
     against = f"{bar:.3f}x ({policy.min_speedup:g}x and a floor of {_percent(timing.noise_floor)})"
     if high <= bar:
-        return _Finding(
+        return Finding(
             Verdict.BELOW_FLOOR,
             f"the speedup {said} does not reach {against}: a faster candidate, a quieter machine "
             "or a lower min_speedup is needed",
         )
     if low <= bar:
-        return _Finding(
+        return Finding(
             Verdict.INCONCLUSIVE,
             f"the speedup {said} straddles {against} after {timing.extensions} extensions and "
             f"{timing.pairs} pairs: quieten the machine or measure more pairs",
@@ -365,12 +373,12 @@ def _claim(timing: Timing, policy: Policy) -> _Finding | None:
     return _company(timing, policy)
 
 
-def _company(timing: Timing, policy: Policy) -> _Finding | None:
+def _company(timing: Timing, policy: Policy) -> Finding | None:
     """INCONCLUSIVE where a quiet device is required and was not."""
     others = timing.clocks.other_processes if timing.clocks else 0
     if not (policy.require_quiet and others):
         return None
-    return _Finding(
+    return Finding(
         Verdict.INCONCLUSIVE,
         f"{others} other processes used the device while {_ratio(timing.speedup, timing.ci)} was "
         "measured: stop them, or drop --fastlayer-require-quiet",
@@ -384,32 +392,35 @@ def _diagnosis(timing: Timing) -> str:
     )
 
 
-def cleared(timing: Timing, policy: Policy) -> str:
-    """One clause: the speedup clears its bar."""
+def standing_of(timing: Timing, policy: Policy) -> str:
+    """One clause: whether the speedup clears its bar."""
+    bar = _bar(timing, policy)
+    low, high = _interval(timing)
+    verb = "clears" if low > bar else "straddles" if high > bar else "does not reach"
     return (
-        f"the speedup {_ratio(timing.speedup, timing.ci)} clears {_bar(timing, policy):.3f}x "
+        f"the speedup {_ratio(timing.speedup, timing.ci)} {verb} {bar:.3f}x "
         f"(floor {_percent(timing.noise_floor)})"
     )
 
 
 def _green(
     timing: Timing, stored: CaseRecord | None, comparison: Comparison | None, policy: Policy
-) -> _Finding:
+) -> Finding:
     assert stored is not None
     assert stored.timing is not None
     assert comparison is not None
     said = (
-        f"{cleared(timing, policy)} and is {_ratio(comparison.ratio, comparison.ci)} of the "
+        f"{standing_of(timing, policy)} and is {_ratio(comparison.ratio, comparison.ci)} of the "
         f"stored one"
     )
     # A gain is a drop seen from the other side.
     gain = statistics.compare_ratio(stored.timing, timing)
     if _is_regression(gain, policy):
-        return _Finding(
+        return Finding(
             Verdict.FASTER,
             f"{said}, beyond the combined floors of {_percent(comparison.threshold)}: keep the "
             "gain with --fastlayer-update-baseline",
         )
     effect = timing.min_detectable_effect
     blind = f"; a slowdown under {_percent(effect)} could hide" if effect is not None else ""
-    return _Finding(Verdict.PASS, f"{said}, no drop beyond {_percent(comparison.threshold)}{blind}")
+    return Finding(Verdict.PASS, f"{said}, no drop beyond {_percent(comparison.threshold)}{blind}")

@@ -3,8 +3,13 @@
 The base stands where the stored baseline would: both ask whether this tree is slower than another,
 and the base was measured in the same minutes. So a head that the base calls SLOWER, FASTER or PASS
 is judged by that, and the stored figure is told beside it. Where the base gave no figure, or none
-that decides, the stored baseline decides as it would have without one. What the case says of
-itself (wrong, dishonest, below its floor, more memory) is not touched.
+that decides, the stored baseline decides as it would have without one.
+
+A base takes the place of that one comparison and of nothing else. What the case says of itself
+(wrong, dishonest, more memory, below its floor, inconclusive) stands, also where a drop against
+the stored figure had been said first. And no base puts a figure into a baseline: NO_BASELINE,
+OTHER_MACHINE and STALE_BASELINE stay where the base shows no drop, so that a missing entry is
+seen, counted and red where a baseline is required.
 """
 
 from __future__ import annotations
@@ -20,17 +25,10 @@ from pytest_fastlayer import gate, statistics
 from pytest_fastlayer.records import BaseArm, CaseRecord, Method, Timing, Verdict
 from pytest_fastlayer.report import text
 
-#: Verdicts about other figures than the case's own: a base that decides replaces them.
-_GIVES_WAY = frozenset(
-    {
-        Verdict.PASS,
-        Verdict.FASTER,
-        Verdict.SLOWER,
-        Verdict.NO_BASELINE,
-        Verdict.OTHER_MACHINE,
-        Verdict.STALE_BASELINE,
-    }
-)
+#: Nothing comparable is stored, which no base mends.
+_NOT_STORED = frozenset({Verdict.NO_BASELINE, Verdict.OTHER_MACHINE, Verdict.STALE_BASELINE})
+#: Verdicts about other figures than the case's own, on which a base has a say.
+_GIVES_WAY = frozenset({Verdict.PASS, Verdict.FASTER, Verdict.SLOWER}) | _NOT_STORED
 _DECIDES = frozenset({Verdict.PASS, Verdict.FASTER, Verdict.SLOWER})
 #: Sets of fresh processes that a difference must be seen in, and the most that are tried.
 MIN_SETS, MAX_SETS = 2, 4
@@ -125,26 +123,33 @@ def settle(case: CaseRecord, base: BaseArm, *, name: str, policy: gate.Policy) -
         told = f"{case.reason}; {said(base)}: held against the stored baseline alone"
         return case.model_copy(update={"reason": told})
     assert case.timing is not None
-    stored = f"; the stored baseline alone would say {case.verdict}"
-    aside = stored if case.verdict in (Verdict.SLOWER, Verdict.STALE_BASELINE) else ""
-    decided = base.verdict
-    if decided is Verdict.SLOWER:
-        reason = _slower(base, f"p = {base.p_value:.2g}")
-        if name in policy.accepted:
-            decided, reason = Verdict.PASS, f"{said(base)}, accepted by name, would be SLOWER"
-    else:
-        own = case.reason if case.is_diagnostic else gate.cleared(case.timing, policy)
-        reason = f"{own}; {said(base)}"
-    return case.model_copy(update={"verdict": decided, "reason": reason + aside})
+    is_told = case.verdict is Verdict.SLOWER or case.verdict in _NOT_STORED
+    aside = f"; the stored baseline alone would say {case.verdict}" if is_told else ""
+    own = gate.claim_of(case, policy)
+    if own is not None:  # a drop against the stored figure had been said before it
+        return case.model_copy(update={"verdict": own.verdict, "reason": own.reason + aside})
+    is_slower, is_accepted = base.verdict is Verdict.SLOWER, name in policy.accepted
+    if is_slower and not is_accepted:
+        reason = _slower(base, f"p = {base.p_value:.2g}") + aside
+        return case.model_copy(update={"verdict": Verdict.SLOWER, "reason": reason})
+    told = f"{said(base)}, accepted by name, would be SLOWER" if is_slower else said(base)
+    if case.verdict in _NOT_STORED:
+        return case.model_copy(update={"reason": f"{case.reason}; {told}"})
+    decided = Verdict.PASS if is_slower else base.verdict
+    standing = case.reason if case.is_diagnostic else gate.standing_of(case.timing, policy)
+    return case.model_copy(update={"verdict": decided, "reason": f"{standing}; {told}{aside}"})
 
 
 def drop(case: CaseRecord) -> gate.Drop | None:
-    """The one drop of a case that Holm's procedure over the run counts: of its base, or stored."""
+    """The one drop of a case that Holm's procedure over the run counts: of its base, or stored.
+
+    A base's is counted, but turns no case SLOWER that has already failed by itself.
+    """
     base = case.base
     if base is None or base.timing is None or base.p_value is None:
         return gate.stored_drop(case)
     assert base.timing.ci is not None
-    is_beyond = base.timing.ci[1] < _lower_bar(base.timing)
+    is_beyond = case.verdict in _GIVES_WAY and base.timing.ci[1] < _lower_bar(base.timing)
     return gate.Drop(base.p_value, is_beyond, partial(_slower, base))
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "baselines"))
-from makers import base, case, timing
+from makers import DEVICE, base, case, run, timing
 
 from pytest_fastlayer import gate, statistics
 from pytest_fastlayer.base import judging
-from pytest_fastlayer.records import Comparison, Verdict
+from pytest_fastlayer.records import Comparison, PeakMemory, Verdict
+from pytest_fastlayer.report import explain
 
 POLICY = gate.Policy()
 
@@ -113,10 +114,13 @@ UNDECIDED = Verdict.INCONCLUSIVE
         # Verdicts against something stored give way to a base that decides.
         (PASS, SLOWER, SLOWER),
         (SLOWER, PASS, PASS),
-        (Verdict.NO_BASELINE, PASS, PASS),
-        (Verdict.OTHER_MACHINE, FASTER, FASTER),
-        (Verdict.STALE_BASELINE, SLOWER, SLOWER),
         (FASTER, PASS, PASS),
+        (Verdict.NO_BASELINE, SLOWER, SLOWER),
+        (Verdict.STALE_BASELINE, SLOWER, SLOWER),
+        # That nothing comparable is stored is not mended by a base.
+        (Verdict.NO_BASELINE, PASS, Verdict.NO_BASELINE),
+        (Verdict.OTHER_MACHINE, FASTER, Verdict.OTHER_MACHINE),
+        (Verdict.STALE_BASELINE, PASS, Verdict.STALE_BASELINE),
         # What a case is on its own does not.
         (Verdict.BELOW_FLOOR, PASS, Verdict.BELOW_FLOOR),
         (Verdict.MORE_MEMORY, FASTER, Verdict.MORE_MEMORY),
@@ -157,6 +161,62 @@ def test_an_accepted_case_stays_green_against_its_base():
 def test_a_stored_complaint_that_gives_way_is_told():
     after = judging.settle(case(SLOWER), base(PASS, 1.0), name="a", policy=POLICY)
     assert "the stored baseline alone would say SLOWER" in after.reason
+
+
+@pytest.mark.parametrize(
+    ("now", "own"),
+    [
+        # Each is far below the stored 4.00x, and the base sees no drop.
+        ({"timing": timing(0.8)}, Verdict.BELOW_FLOOR),
+        ({"timing": timing(1.0, ci=(0.9, 1.1))}, UNDECIDED),
+        ({"timing": timing(3.0), "peak_mib": PeakMemory(candidate=900)}, Verdict.MORE_MEMORY),
+        ({"timing": timing(3.0)}, PASS),
+    ],
+    ids=["below floor", "inconclusive", "more memory", "only slower than stored"],
+)
+@pytest.mark.parametrize("said", [PASS, FASTER])
+def test_a_base_takes_the_place_of_the_stored_comparison_and_of_nothing_else(now, own, said):
+    judged = gate.judge(case(**now), run(), name="a", device=DEVICE, policy=POLICY)
+    assert judged.verdict is (own if own is Verdict.MORE_MEMORY else SLOWER)
+    beside = base(said, 1.0)
+    after = judging.settle(judged, beside, name="a", policy=POLICY)
+    assert after.verdict is (said if own is PASS else own)
+    assert ("clears" in after.reason) is (own is PASS)
+    assert gate.judge_run({"a": after}, POLICY, judging.drop)["a"] == after
+    shown = "\n".join(explain.explain("a", after))
+    assert not ("lies above" in shown and "lies below" in shown)
+
+
+def test_a_claim_below_one_is_not_explained_as_both_above_and_below():
+    policy = gate.Policy(min_speedup=0.7)
+    after = judging.settle(case(timing=timing(0.8)), base(PASS, 1.0), name="a", policy=policy)
+    assert after.verdict is PASS
+    shown = "\n".join(explain.explain("a", after))
+    assert "lies above 1 + floor" not in shown
+    assert "lies below 1 + floor" in shown
+
+
+def test_what_a_case_fails_by_itself_outlives_the_run_s_holm_too():
+    of_its_own = case(Verdict.BELOW_FLOOR, base=base(SLOWER, p_value=1e-9), reason="own")
+    assert gate.judge_run({"a": of_its_own}, POLICY, judging.drop)["a"] == of_its_own
+
+
+@pytest.mark.parametrize("verdict", sorted(judging._NOT_STORED))
+def test_what_is_not_stored_is_told_beside_the_base(verdict):
+    before = case(verdict, reason="nothing comparable is stored")
+    after = judging.settle(before, base(PASS, 1.0), name="a", policy=POLICY)
+    assert after.reason.startswith("nothing comparable is stored; the speed is 1.000x")
+    assert gate.is_failure(after.verdict, gate.Policy(require_baseline=True))
+    slower = judging.settle(before, base(SLOWER), name="a", policy=POLICY)
+    assert slower.verdict is SLOWER
+    assert f"the stored baseline alone would say {verdict}" in slower.reason
+
+
+def test_accepting_a_drop_stores_nothing():
+    policy = gate.Policy(accepted=frozenset({"a"}))
+    after = judging.settle(case(Verdict.NO_BASELINE), base(SLOWER), name="a", policy=policy)
+    assert after.verdict is Verdict.NO_BASELINE
+    assert "accepted by name, would be SLOWER" in after.reason
 
 
 def test_an_oracle_s_ratio_is_no_claim_beside_the_base_either():

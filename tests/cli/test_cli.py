@@ -151,6 +151,39 @@ def test_a_measured_base_decides_as_in_the_run(said_by_base, speedup, expected, 
     assert code == expected, out
 
 
+@pytest.mark.parametrize(
+    ("new", "expected"),
+    [
+        (case(timing=timing(0.8)), 10),
+        (case(speedup=3, peak_mib=PeakMemory(candidate=900)), 10),
+        (case(timing=timing(1.0, ci=(0.9, 1.1))), 12),
+    ],
+    ids=["below floor", "more memory", "inconclusive"],
+)
+def test_a_base_excuses_no_case_from_its_own_claim(new, expected, write, gate):
+    judged = new.model_copy(update={"base": base(Verdict.PASS, 1.0)})
+    record = write("new.json", run({"a": judged}))
+    code, out, _ = gate("compare", write("old.json", run()), record)
+    assert code == expected, out
+    assert "clears" not in out
+
+
+def test_a_base_does_not_hide_that_nothing_is_stored(write, gate):
+    new = write("new.json", run({"a": case(base=base(Verdict.PASS, 1.0))}))
+    empty = write("empty.json", run({}))
+    code, out, _ = gate("compare", empty, new)
+    assert code == 0
+    assert "1 case: 1 NO_BASELINE" in out
+    assert "no baseline stored for 1: a" in out
+    assert gate("compare", empty, new, "--require-baseline")[0] == 14
+    foreign = run(device=DEVICE.model_copy(update={"name": "NVIDIA B200"}))
+    other = write("other.json", foreign)
+    assert gate("compare", other, new)[0] == 0
+    assert gate("compare", other, new, "--require-baseline")[0] == 13
+    stale = write("stale.json", run({"a": case(reference_sha256="cd" * 32)}))
+    assert gate("compare", stale, new)[0] == 13
+
+
 def test_junit_file(write, gate, tmp_path):
     old, new = write("old.json", run()), write("new.json", run({"a": case(speedup=3)}))
     assert gate("compare", old, new, "--junit", str(tmp_path / "out.xml"))[0] == 10

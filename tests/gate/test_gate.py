@@ -56,6 +56,16 @@ class TestOnItsOwn:
             "extensions and 100 pairs: quieten the machine or measure more pairs"
         )
 
+    @pytest.mark.parametrize(
+        ("low", "high", "verb"),
+        [(1.02, 1.03, "clears"), (1.0, 1.02, "straddles"), (0.5, 0.6, "does not reach")],
+    )
+    def test_nothing_is_said_to_clear_what_it_does_not(
+        self, low: float, high: float, verb: str
+    ) -> None:
+        said = gate.standing_of(timing(math.sqrt(low * high), ci=(low, high)), Policy())
+        assert f"] {verb} 1.010x (floor 1.0%)" in said
+
     def test_a_higher_claim_needs_a_higher_speedup(self) -> None:
         policy = Policy(min_speedup=2.0)
         assert judged(case(timing(2.0)), policy=policy).verdict is Verdict.BELOW_FLOOR
@@ -360,10 +370,14 @@ class TestMemory:
         )
         assert judged(now, baseline(), replace(policy, memory_slack_mib=30)).verdict is Verdict.PASS
 
-    def test_slower_is_said_first_and_memory_before_the_claim(self) -> None:
+    def test_memory_is_said_first(self) -> None:
+        """Before SLOWER too: a base can take that verdict's place, and not this one's."""
         hungry = PeakMemory(candidate=900)
         slow = judged(case(timing(1.9), peak_mib=hungry), baseline())
-        assert slow.verdict is Verdict.SLOWER
+        assert slow.verdict is Verdict.MORE_MEMORY
+        assert slow.comparison is not None
+        assert judge_run({"case": slow}, Policy())["case"].verdict is Verdict.MORE_MEMORY
+        assert judged(case(timing(1.9)), baseline()).verdict is Verdict.SLOWER
         stored = case(timing(1.0))
         both = judged(case(timing(1.0), peak_mib=hungry), baseline(stored=stored))
         assert both.verdict is Verdict.MORE_MEMORY
