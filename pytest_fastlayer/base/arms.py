@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy
 import torch
 
 from pytest_fastlayer import timing
 from pytest_fastlayer.base import origin
-from pytest_fastlayer.base.protocol import Channel
+from pytest_fastlayer.base.protocol import Channel, Closed
 from pytest_fastlayer.clocks import Clock, collect_garbage
 from pytest_fastlayer.immutable import FrozenReference
 from pytest_fastlayer.measurement import Feed, arguments, synchronize
@@ -58,24 +61,47 @@ def digest(values: object) -> str:
     return total.hexdigest()
 
 
-def portable(output: object) -> dict[str, Any]:
-    """An output as one flat mapping from the path of each leaf, as it travels in a file.
+#: The address in what an object prints as by default, another in every process.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+#: What travels as it is, and what makes it of a type derived from it.
+_PLAIN: dict[type, Callable[[Any], object]] = {
+    kind: kind for kind in (bool, int, float, complex, str)
+}
 
-    Tensors keep their device and lose storage that they only look at; what is neither tensor,
-    number nor text is given as the text that describes it.
+
+def plain(value: object) -> object:
+    """A leaf as every process of a pair gives it alike: a tensor, a plain number or text.
+
+    A number of a type of its own (of numpy, of an enum) becomes the number that it is. What is
+    neither tensor, number nor text is given as the text that describes it.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().as_subclass(torch.Tensor)
+    if isinstance(value, numpy.generic):
+        value = value.item()
+    for kind, made in _PLAIN.items():
+        if isinstance(value, kind):
+            return value if type(value) is kind else made(value)
+    return None if value is None else _ADDRESS.sub("", repr(value))
+
+
+def flattened(output: object) -> dict[str, Any]:
+    """An output as one flat mapping from the path of each leaf to what is plain of it."""
+    return {path: plain(value) for path, value in leaves(output)}
+
+
+def portable(output: object) -> dict[str, Any]:
+    """``flattened``, as it travels in a file.
+
+    Tensors keep their device and lose storage that they only look at.
     """
 
     def carried(value: object) -> object:
-        if isinstance(value, torch.Tensor):
-            value = value.detach().as_subclass(torch.Tensor)
-            is_part = value.layout == torch.strided and value.untyped_storage().nbytes() > (
-                value.nbytes
-            )
-            return value.clone() if is_part else value
-        plain = (bool, int, float, complex, str, type(None))
-        return value if isinstance(value, plain) else repr(value)
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            return value
+        return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
 
-    return {path: carried(value) for path, value in leaves(output)}
+    return {path: carried(value) for path, value in flattened(output).items()}
 
 
 class Fed:
@@ -95,6 +121,7 @@ class Arms:
     def __init__(self, pair: ServedPair, job: Mapping[str, Any]) -> None:
         self._pair = pair
         self._job = job
+        self._process = os.getpid()
         self._device = torch.device(job["device"])
         self._clock: Clock = timing.clock_for(self._device)
         self._feed = Feed(arguments(pair.inputs, FIRST_SEED), pair.inputs)
@@ -114,14 +141,21 @@ class Arms:
         with torch.no_grad():
             channel.send({"event": "pair", **self._facts()})
             while (order := channel.receive())["do"] != "stop":
-                do = order.pop("do")
+                do, to = order.pop("do"), {"event": "answer", "id": order.pop("id")}
                 try:
-                    answer = orders[do](**order)
-                except Exception as error:  # whatever a stranger's code raises is its answer
+                    channel.send(to | orders[do](**order))
+                except Closed:
+                    raise
+                except BaseException as error:  # whatever a stranger's code raises is its answer
+                    self._end_copies()
                     text = "".join(traceback.format_exception(error))
                     print(text, file=sys.stderr, flush=True)
-                    answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
-                channel.send({"event": "answer", **answer})
+                    channel.send(to | {"error": f"{type(error).__name__}: {error}"[:1000]})
+
+    def _end_copies(self) -> None:
+        """End a copy of this process that an arm's call forked and left to run on."""
+        if os.getpid() != self._process:
+            os._exit(0)
 
     def _facts(self) -> dict[str, Any]:
         collect_garbage()
@@ -137,10 +171,12 @@ class Arms:
     def _output(self, arm: str, seed: int, file: str) -> dict[str, Any]:
         """What the arm makes of fresh contents, saved to ``file``."""
         function = self._pair.candidate if arm == "candidate" else self._pair.reference.target
-        output = function(*arguments(self._pair.inputs, seed))
+        args = arguments(self._pair.inputs, seed)
+        output = function(*args)
+        self._end_copies()
         synchronize(self._device)
         torch.save(portable(output), file)
-        return {}
+        return {"overwrote": []}
 
     def _describe(self) -> dict[str, Any]:
         described: Mapping[str, Any] = {}
@@ -163,6 +199,7 @@ class Arms:
         for _ in range(round(WARM_SHARE * forwards)):
             fed()
         block = self._clock.block(fed, forwards, cold=cold)
+        self._end_copies()
         patched = timing.patched_timers()
         if patched:
             raise timing.TimerPatchedError(f"{', '.join(patched)} replaced in the arm's process")

@@ -47,7 +47,12 @@ def main(job: dict[str, Any]) -> int:
     from pytest_fastlayer.base.protocol import Channel
     from pytest_fastlayer.base.server import Server
 
-    channel = Channel(socket.socket(fileno=job["end"]))
+    end = socket.socket(fileno=job["end"])
+    # The pipe is this process's alone: its end tells the run that this process has ended, and what
+    # a test starts or forks has no say in it.
+    end.set_inheritable(False)
+    os.register_at_fork(after_in_child=end.close)
+    channel = Channel(end)
     server = Server(channel, job)
     code = int(pytest.main(job["arguments"], plugins=[server]))
     server.finished(code)

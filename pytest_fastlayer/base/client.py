@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,7 +19,14 @@ from typing import Any, Literal
 import pytest
 
 import pytest_fastlayer
-from pytest_fastlayer.base.protocol import Channel, Closed
+from pytest_fastlayer.base.protocol import (
+    ANSWERS,
+    Channel,
+    Closed,
+    Unexpected,
+    check_fields,
+    check_message,
+)
 from pytest_fastlayer.base.trees import Base, Tree, is_environment
 from pytest_fastlayer.clocks import BlockTime
 from pytest_fastlayer.records import BaseStatus
@@ -142,8 +150,9 @@ class Child:
         self.timeout_s = request.timeout_s
         self._whose = whose
         self._log = log
-        self._events: list[dict[str, Any]] = []
+        self._said: dict[str, str] = {}
         self._is_ready = False
+        self._asked = 0
         mine, theirs = socket.socketpair()
         job = request.job(tree, case, device) | {"end": theirs.fileno()}
         script = Path(__file__).with_name("child.py")
@@ -199,32 +208,48 @@ class Child:
 
     def ask(self, do: str, **order: Any) -> dict[str, Any]:
         """The answer to an order. Raises ArmError, also when the answer is an error."""
+        self._asked += 1
         try:
-            self._channel.send({"do": do} | order)
+            self._channel.send({"do": do, "id": self._asked} | order)
         except Closed:
             raise self._ended() from None
         answer = self._await("answer", f"answer ({do})")
-        if "error" in answer:
+        if isinstance(answer.get("error"), str):
             raise self.error("failed", text.plain(answer["error"], 300), self.tail())
-        return answer
+        try:
+            if answer["id"] != self._asked:
+                raise Unexpected("it answered more than once")
+            return check_fields(answer, ANSWERS[do], f"answer ({do})")
+        except Unexpected as error:
+            raise self._senseless(error) from None
 
     def _await(self, wanted: Literal["pair", "answer"], doing: str) -> dict[str, Any]:
+        deadline = time.monotonic() + self.timeout_s
         while True:
             try:
-                message = self._channel.receive(self.timeout_s)
+                left = deadline - time.monotonic()
+                message = self._channel.receive(left, lambda: self._process.poll() is None)
+                message = check_message(message, wanted)
             except TimeoutError:
                 raise self.error(
                     "timeout",
                     f"it did not {doing} within {self.timeout_s:g} s (--fastlayer-base-timeout)",
                     self.tail(),
                 ) from None
-            except (Closed, ValueError):
+            except Closed:
                 raise self._ended() from None
+            except Unexpected as error:
+                raise self._senseless(error) from None
             if message["event"] == wanted:
                 return message
-            self._events.append(message)
             if message["event"] == "end":
                 raise self._unserved(message)
+            self._said[message["event"]] = message["text"]
+
+    def _senseless(self, error: Unexpected) -> ArmError:
+        """The process does not keep to the protocol: whatever it says is worth nothing."""
+        reason = f"its process talks nonsense to the run: {text.plain(error, 200)}"
+        return self.error("failed", reason, self.tail())
 
     def _ended(self) -> ArmError:
         """The pipe is closed: by a process that ended before it could say why."""
@@ -240,7 +265,7 @@ class Child:
 
     def _unserved(self, end: dict[str, Any]) -> ArmError:
         """The test is over without the pair: why?"""
-        said = {event["event"]: event.get("text", "") for event in self._events}
+        said = self._said
         if "unsupported" in said:
             return self.error("unsupported", text.plain(said["unsupported"], 300))
         if "uncollected" in said:

@@ -23,14 +23,14 @@ import torch
 from pytest_fastlayer import accuracy, gate, timing
 from pytest_fastlayer import statistics as stats
 from pytest_fastlayer.base import judging
-from pytest_fastlayer.base.arms import FIRST_SEED, ServedPair, digest
+from pytest_fastlayer.base.arms import FIRST_SEED, ServedPair, digest, flattened
 from pytest_fastlayer.base.client import ArmError, Child, RemoteArm, RemoteClock, Request
 from pytest_fastlayer.base.figures import ProcessSet, summarize
 from pytest_fastlayer.base.rounds import ArmName, Rounds, measure_rounds
 from pytest_fastlayer.measurement import FIRST_TIMED_SEED, MIN_PAIRS, Progress, Schedule, arguments
 from pytest_fastlayer.nvml import NvmlMonitor
-from pytest_fastlayer.outputs import leaves
 from pytest_fastlayer.records import BaseArm, RootMeanSquare, Verdict
+from pytest_fastlayer.report import text
 from pytest_fastlayer.samples import PairedSamples
 
 #: Head and base get blocks of one size unless their costs differ by more than this factor.
@@ -59,13 +59,31 @@ class Question:
     progress: Progress
 
 
+class OwnFaultError(Exception):
+    """This tree's own code raised, in this process: its ``__cause__`` is the test's to raise."""
+
+
+def own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` of this tree, whose exceptions are not the base's."""
+
+    def called(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except torch.OutOfMemoryError:  # it did fit, before there were the base's processes
+            raise
+        except Exception as error:
+            raise OwnFaultError from error
+
+    return called
+
+
 class Remote:
     """A candidate of another process, called like one of this."""
 
     def __init__(self, child: Child, file: Path, inputs: Callable[[int], Any]) -> None:
         self._child = child
         self._file = file
-        self._inputs = inputs
+        self._inputs = own(inputs)
         self._seed = FIRST_SEED
 
     def feed(self, seed: int) -> tuple[Any, ...]:
@@ -77,23 +95,24 @@ class Remote:
         self._child.ask("output", arm="candidate", seed=self._seed, file=str(self._file))
         try:
             output: dict[str, Any] = torch.load(self._file, weights_only=True)
+        except Exception as error:  # the file is what the other process's code made of it
+            reason = f"its output cannot be read: {type(error).__name__}: {error}"
+            raise self._child.error("failed", text.plain(reason), self._child.tail()) from None
         finally:
             self._file.unlink(missing_ok=True)
         return output
 
 
 def flat(function: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """``function`` with its output as one mapping, in the form that travels between processes."""
-
-    def flattened(*args: Any) -> dict[str, Any]:
-        return {leaf.path: leaf.value for leaf in leaves(function(*args))}
-
-    return flattened
+    """``function`` of this tree with its output in the form that travels between processes."""
+    return own(lambda *args: flattened(function(*args)))
 
 
 def against_base(request: Request, question: Question) -> BaseArm:
     """The record of the base: its figures, or why it has none. Every process is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="fastlayer-arms-") as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="fastlayer-arms-", ignore_cleanup_errors=True
+    ) as folder:
         try:
             return _ThreeWay(request, question, Path(folder)).run()
         except ArmError as error:
@@ -105,6 +124,11 @@ def against_base(request: Request, question: Question) -> BaseArm:
                 verdict=Verdict.UNSUPPORTED if unsupported else None,
                 tail=error.tail,
             )
+        except OwnFaultError as fault:
+            raise (fault.__cause__ or fault) from None
+        except Exception as error:  # a base may do what it likes, this tree's test goes on
+            reason = f"it cannot be held against this tree: {type(error).__name__}: {error}"
+            return _record(request, status="failed", reason=text.plain(reason, 300))
 
 
 def _record(request: Request, **facts: Any) -> BaseArm:
@@ -134,18 +158,19 @@ class _ThreeWay:
                 # A context on a GPU takes seconds, so all are started at once; a CPU's cores are
                 # not spent on arms of a base that cannot serve.
                 is_patient = not sets and ask.device.type == "cpu"
-                own = ("head", "reference")
-                children = self._start(stack, "base", *(() if is_patient else own))
-                facts = children["base"].ready()
+                mine = ("head", "reference")
+                children = self._start(stack, "base", *(() if is_patient else mine))
+                found = children["base"].ready()
                 if not sets:
-                    self._refuse_others(facts)
+                    self._refuse_others(found)
                     checked = self._check(children["base"])
                     if not checked["accuracy"].passed:
                         return _record(self._request, **checked)
                 if is_patient:
-                    children |= self._start(stack, *own)
-                for name in own:
-                    children[name].ready()
+                    children |= self._start(stack, *mine)
+                # The clock of every process is this tree's: what the base says of its own is not
+                # needed.
+                facts = {name: children[name].ready() for name in mine}["head"]
                 if not sets:
                     self._check_head(children["head"])
                 clock = RemoteClock(
@@ -204,9 +229,9 @@ class _ThreeWay:
 
     def _refuse_others(self, facts: Mapping[str, Any]) -> None:
         """A base that is another workload, or that runs this tree's code, is no base."""
-        mine = digest(arguments(self._ask.pair.inputs, FIRST_SEED))
+        mine = digest(arguments(own(self._ask.pair.inputs), FIRST_SEED))
         if facts["foreign"]:
-            listed = ", ".join(facts["foreign"][:3])
+            listed = text.plain(", ".join(facts["foreign"][:3]), 300)
             raise ArmError("failed", f"it imported modules that are not its own tree's: {listed}")
         if facts["inputs"] != mine:
             raise ArmError(
@@ -230,10 +255,15 @@ class _ThreeWay:
 
     def _rms(self, reference: Callable[..., Any], remote: Remote) -> RootMeanSquare | None:
         ask = self._ask
-        exact = flat(ask.pair.float64 or accuracy.float64_twin(ask.pair.reference))
+        exact = ask.pair.float64 or accuracy.float64_twin(ask.pair.reference)
         try:
             trial = accuracy.check_trials(
-                reference, remote, remote.feed, [FIRST_SEED], ask.tolerance, float64=exact
+                reference,
+                remote,
+                remote.feed,
+                [FIRST_SEED],
+                ask.tolerance,
+                float64=lambda *args: flattened(exact(*args)),
             )
         except (RuntimeError, TypeError):  # it fits no longer, beside the base's process
             return None

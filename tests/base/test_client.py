@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import types
 from itertools import pairwise
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 from repository import build, git
 
-from pytest_fastlayer.base import client, origin
+from pytest_fastlayer import accuracy
+from pytest_fastlayer.base import arms, client, origin, protocol
 from pytest_fastlayer.base.client import ArmError, Child, Request
 from pytest_fastlayer.base.protocol import Channel, Closed
 from pytest_fastlayer.base.trees import Base, BaseRevisionError, Checkout, Tree
@@ -79,8 +84,8 @@ def test_a_hang_while_timed_is_ended(serve):
 class Told(Child):
     """A child of which only the events are known."""
 
-    def __init__(self, *events, whose=""):
-        self._events, self._whose = list(events), whose
+    def __init__(self, *events, whose="", is_ready=False):
+        self._said, self._whose, self._is_ready = dict(events), whose, is_ready
 
     def tail(self):
         return ("ERROR: not found: test_pairs.py::test_a",)
@@ -99,7 +104,7 @@ class Told(Child):
     ],
 )
 def test_why_a_test_served_no_pair(events, end, status, reason):
-    child = Told(*({"event": event, "text": text} for event, text in events))
+    child = Told(*events)
     error = child._unserved({"others": []} | end)
     assert error.status == status
     assert error.reason.endswith(reason)
@@ -108,9 +113,125 @@ def test_why_a_test_served_no_pair(events, end, status, reason):
     assert own.reason == "the process of this tree's own head: r"
 
 
-def test_a_channel_tells_an_end_from_a_wait():
-    import socket
+class Faked(Child):
+    """A child whose process is a ``sleep``, and what it says a list of raw lines."""
 
+    def __init__(self, *lines, alive=True):
+        self.timeout_s, self._whose, self._said, self._asked = 30.0, "", {}, 0
+        mine, self.theirs = socket.socketpair()
+        self._channel = Channel(mine)
+        self._process = types.SimpleNamespace(
+            poll=lambda: None if alive else -6, wait=lambda timeout: -6
+        )
+        self.theirs.sendall(b"".join(line + b"\n" for line in lines))
+
+    def tail(self):
+        return ("last words",)
+
+
+def line(event, **facts):
+    return json.dumps({"event": event} | facts).encode()
+
+
+PAIR = {
+    "inputs": "0f",
+    "clock": "cpu_clock",
+    "resolution_s": 1e-9,
+    "settle_s": 0.0,
+    "foreign": [],
+}
+BLOCK = {"id": 1, "seconds": 1.0, "wall_s": 1.0, "tail_s": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (b"[]", "it sent [], which is no message"),
+        (b"{}", "it sent {}, which is no message"),
+        (b"CUDA error", "it sent b'CUDA error', which is no message"),
+        (b"\xff", "which is no message"),
+        (b"[" * 100_000, "which is no message"),
+        (line("answer", **BLOCK), "it sent 'answer' where 'pair' was due"),
+        (line("pair"), "its pair lacks 'inputs'"),
+        (line("pair", **PAIR | {"settle_s": float("nan")}), "its pair says settle_s = nan"),
+        (line("pair", **PAIR | {"foreign": [3]}), "its pair says foreign = [3]"),
+        (line("end", code="0", others=[]), "its end says code = '0'"),
+        (line("failed", text=None), "its failed says text = None"),
+    ],
+)
+def test_nonsense_in_place_of_a_pair_is_a_failure_of_the_base(said, reason):
+    with pytest.raises(ArmError) as caught:
+        Faked(said).ready()
+    assert caught.value.status == "failed"
+    assert caught.value.reason.startswith("its process talks nonsense to the run: ")
+    assert caught.value.reason.endswith(reason)
+    assert caught.value.tail == ("last words",)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (line("pair", **PAIR), "it sent 'pair' where 'answer' was due"),
+        (line("answer"), "its answer lacks 'id'"),
+        (line("answer", **BLOCK | {"id": 7}), "it answered more than once"),
+        (line("answer", id=1), "its answer (block) lacks 'seconds'"),
+        (line("answer", **BLOCK | {"seconds": -1}), "its answer (block) says seconds = -1"),
+        (line("answer", **BLOCK | {"tail_s": 10**400}), "says tail_s = 1000"),
+    ],
+)
+def test_nonsense_in_place_of_an_answer_is_a_failure_of_the_base(said, reason):
+    child = Faked(line("pair", **PAIR), said)
+    assert child.ready()["clock"] == "cpu_clock"
+    with pytest.raises(ArmError) as caught:
+        child.ask("block", arm="candidate", forwards=1, cold=False)
+    assert caught.value.status == "failed"
+    assert reason in caught.value.reason
+
+
+def test_a_process_is_gone_though_a_helper_of_it_holds_the_pipe(monkeypatch):
+    monkeypatch.setattr(protocol, "WATCH_S", 0.01)
+    child = Faked(line("pair", **PAIR), line("answer", **BLOCK), alive=False)
+    child.ready()
+    assert child.ask("block", arm="candidate")["seconds"] == 1  # said before it died
+    with pytest.raises(ArmError, match="its process ended by SIGABRT") as caught:
+        child.ask("block", arm="candidate")
+    assert caught.value.status == "crashed"
+    assert child.theirs.fileno() > 0
+
+
+class Level(enum.IntEnum):
+    LOW = 3
+
+
+class Odd:
+    """Prints its address."""
+
+
+def test_an_output_of_numbers_of_their_own_types_travels(tmp_path):
+    output = {
+        "loss": numpy.float64(0.5),
+        "half": numpy.float16(0.5),
+        "level": Level.LOW,
+        "flag": numpy.bool_(True),
+        "phase": numpy.complex128(1j),
+        "name": numpy.str_("a"),
+        "odd": Odd(),
+        "weight": torch.nn.Parameter(torch.ones(2)),
+        "part": torch.arange(1000)[:3],
+        "none": None,
+    }
+    file = tmp_path / "base.pt"
+    torch.save(arms.portable(output), file)
+    assert file.stat().st_size < 4000
+    found = torch.load(file, weights_only=True)
+    plain = {path[8:-2]: value for path, value in found.items()}
+    assert [*map(type, plain.values())][:7] == [float, float, int, bool, complex, str, str]
+    assert plain["level"] == 3
+    assert " at 0x" not in plain["odd"]
+    assert accuracy.compare(found, arms.flattened(output)).passed
+
+
+def test_a_channel_tells_an_end_from_a_wait():
     mine, theirs = socket.socketpair()
     channel = Channel(mine)
     with pytest.raises(TimeoutError):
