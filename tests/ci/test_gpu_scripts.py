@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from makers import case, run
+from makers import case, obeyed, run
 from test_workflows import ROOT, jobs
 
 from pytest_fastlayer.baselines import load, save
@@ -26,6 +26,8 @@ with open(os.environ["LOG"], "a") as log:
     print(json.dumps([pathlib.Path(sys.argv[0]).name, sys.argv[1:], texts]), file=log)
 if "--paginate" in sys.argv:
     print(os.environ.get("COMMENTS", ""))
+if "--jq" in sys.argv and "--paginate" not in sys.argv:
+    print(os.environ.get("FACTS", ""))
 if any("compute-apps" in a for a in sys.argv):
     print(os.environ.get("OTHERS", ""))
 """
@@ -119,8 +121,9 @@ def test_busy_device_is_refused(shell):
 # the merge base, and what the timing gate is told of it
 
 
-def merge_base(shell: Shell) -> str:
-    done = shell(script("gate", "Merge base"), DEFAULT_BRANCH="main")
+def merge_base(shell: Shell, **variables: str) -> str:
+    given = {"DEFAULT_BRANCH": "main", "BEFORE": "", "GITHUB_REF_NAME": "main"}
+    done = shell(script("gate", "Merge base"), **(given | variables))
     assert done.returncode == 0, done.stderr
     return (shell.folder / "output").read_text().strip().removeprefix("revision=")
 
@@ -131,7 +134,7 @@ def test_base_of_a_mirror_branch_is_where_it_left_the_default_branch(shell):
     shell.git("switch -q -c pull-request/7", "commit -q --allow-empty -m theirs", "switch -q main")
     shell.git("commit -q --allow-empty -m ours", "update-ref refs/remotes/origin/main main")
     shell.git("switch -q pull-request/7")
-    assert merge_base(shell) == left
+    assert merge_base(shell, GITHUB_REF_NAME="pull-request/7") == left
 
 
 def test_base_of_the_default_branch_is_its_last_state(shell):
@@ -139,6 +142,70 @@ def test_base_of_the_default_branch_is_its_last_state(shell):
     before = shell.git("rev-parse HEAD")
     shell.git("commit -q --allow-empty -m two", "update-ref refs/remotes/origin/main main")
     assert merge_base(shell) == before
+
+
+def test_base_of_a_push_of_several_commits_is_what_was_there_before(shell):
+    shell.git("init -q -b main", "commit -q --allow-empty -m one")
+    before = shell.git("rev-parse HEAD")
+    shell.git("commit -q --allow-empty -m two", "commit -q --allow-empty -m three")
+    shell.git("update-ref refs/remotes/origin/main main")
+    assert merge_base(shell, BEFORE=before) == before
+    # A mirror branch that main already holds has a before of its own, which says nothing.
+    last = shell.git("rev-parse HEAD^1")
+    (shell.folder / "output").unlink()
+    assert merge_base(shell, BEFORE=before, GITHUB_REF_NAME="pull-request/7") == last
+
+
+@pytest.mark.parametrize("kind", ["replaced", "itself", "unknown", "zeros", "none", "option"])
+def test_a_state_before_that_is_no_ancestor_is_no_base(shell, kind):
+    shell.git("init -q -b main", "commit -q --allow-empty -m one", "switch -q -c old")
+    replaced = shell.git("commit -q --allow-empty -m gone", "rev-parse HEAD")
+    shell.git("switch -q main", "commit -q --allow-empty -m two")
+    last = shell.git("rev-parse HEAD")
+    head = shell.git("commit -q --allow-empty -m three", "rev-parse HEAD")
+    shell.git("update-ref refs/remotes/origin/main main")
+    before = {"unknown": "a" * 40, "zeros": "0" * 40, "none": "", "option": "--all"}
+    given = before | {"replaced": replaced, "itself": head}
+    assert merge_base(shell, BEFORE=given[kind]) == last
+
+
+@pytest.mark.parametrize("branch", ["", "gone", "unrelated"])
+def test_no_merge_base_is_said_clearly(shell, branch):
+    shell.git("init -q -b main", "commit -q --allow-empty -m one", "checkout -q --orphan other")
+    shell.git("commit -q --allow-empty -m two", "update-ref refs/remotes/origin/unrelated main")
+    variables = {"DEFAULT_BRANCH": branch, "BEFORE": "", "GITHUB_REF_NAME": "main"}
+    done = shell(script("gate", "Merge base"), **variables)
+    assert done.returncode == 1
+    assert (
+        f"::error title=no merge base::HEAD shares no commit with 'origin/{branch}'" in done.stdout
+    )
+    assert not (shell.folder / "output").exists()
+
+
+@pytest.mark.parametrize("fork", ["true", "false"])
+def test_the_repository_is_asked_for(shell, fork):
+    facts = f"fork={fork}\ndefault-branch=main"
+    done = shell(script("repository", "Ask"), FACTS=facts)
+    assert done.returncode == 0, done.stderr
+    assert (shell.folder / "output").read_text() == f"{facts}\n"
+    ((program, arguments, _),) = shell.calls()
+    assert (program, arguments[:2]) == ("gh", ["api", "repos/owner/name"])
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        "",
+        "fork=null\ndefault-branch=main",
+        "fork=false\ndefault-branch=",
+        "fork=false\ndefault-branch=a\nb=c",
+    ],
+)
+def test_a_repository_without_facts_is_refused(shell, facts):
+    done = shell(script("repository", "Ask"), FACTS=facts)
+    assert done.returncode == 1
+    assert "::error title=unknown repository::" in done.stdout
+    assert not (shell.folder / "output").exists()
 
 
 def test_a_first_commit_has_no_base(shell):
@@ -225,12 +292,32 @@ def test_other_branches_comment_nowhere(shell, branch):
     assert shell.calls() == []
 
 
-def test_invalid_record_is_not_posted(shell):
+def test_invalid_record_is_not_posted_but_told(shell):
+    """It replaces what an earlier, green run said, and spoils no other device's table."""
     shell.artifact(run())
+    shell.artifact(run(), device="b200")
     path = shell.folder / "artifacts" / "gpu-rtx-5080" / "run.json"
-    path.write_text('{"schema_version": 1, "evil": true}')
-    assert comment(shell).returncode == 2
-    assert shell.calls() == []
+    path.write_text('{"schema_version": 1, "evil ##[error]": "<img> @all"}')
+    done = comment(shell, COMMENTS="99")
+    assert done.returncode == 1
+    assert "::error title=no valid record::" in done.stdout
+    assert not obeyed(done.stderr)
+    _, arguments, files = shell.calls()[-1]
+    assert arguments[:4] == ["api", "--method", "PATCH", "repos/owner/name/issues/comments/99"]
+    body = files["comment.md"]
+    assert body.startswith("<!-- fastlayer-gate -->\n**gpu-rtx-5080: no valid record.**")
+    assert body.count("### fastlayer: NVIDIA") == 1
+    assert "evil" not in body
+    assert "Run, artefacts" in body
+
+
+def test_a_device_without_a_record_is_told_beside_the_others(shell):
+    shell.artifact(run())
+    (shell.folder / "artifacts" / "gpu-b200<img>`@all`").mkdir()
+    assert comment(shell).returncode == 0
+    body = shell.calls()[-1][2]["comment.md"]
+    assert "**gpu-b200-img---all-: no record.** The gate did not get that far.\n\n###" in body
+    assert "### fastlayer: NVIDIA" in body
 
 
 # the baseline's pull request

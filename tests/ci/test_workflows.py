@@ -158,9 +158,33 @@ def test_jobs_that_write_are_hosted_and_run_the_default_branch():
         if "write" in job["permissions"].values():
             assert job["runs-on"].startswith("ubuntu-")
             (checkout,) = [s for s in job["steps"] if "checkout" in s.get("uses", "")]
-            guarded = "github.ref_name == github.event.repository.default_branch" in job["if"]
-            default = "default_branch" in checkout["with"].get("ref", "")
+            branch = "needs.repository.outputs.default-branch"
+            guarded = f"github.ref_name == {branch} }}}}" in job["if"]
+            default = checkout["with"].get("ref", "") == f"${{{{ {branch} }}}}"
             assert guarded or default, name
+            assert "repository" in job["needs"]
+
+
+@workflows
+def test_no_fact_that_a_scheduled_event_lacks(path):
+    """``github.event.repository`` is not there on a schedule: ``!null`` would let every fork in."""
+    assert "github.event.repository" not in path.read_text(encoding="utf-8")
+
+
+def test_no_fork_starts_a_gpu_job():
+    gate = jobs(ROOT / ".github/workflows/gpu.yml")["gate"]
+    assert gate["needs"] == "repository"
+    # An answer that is missing is no "false".
+    assert gate["if"] == "${{ needs.repository.outputs.fork == 'false' }}"
+    outputs = jobs(ROOT / ".github/workflows/gpu.yml")["repository"]["outputs"]
+    assert outputs == {
+        name: f"${{{{ steps.facts.outputs.{name} }}}}" for name in ("fork", "default-branch")
+    }
+
+
+def test_the_readme_says_whose_workflow_a_mirror_branch_runs():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "A mirror branch runs *its own* `gpu.yml`" in readme
 
 
 @workflows
