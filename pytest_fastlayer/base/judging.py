@@ -30,6 +30,9 @@ _NOT_STORED = frozenset({Verdict.NO_BASELINE, Verdict.OTHER_MACHINE, Verdict.STA
 #: Verdicts about other figures than the case's own, on which a base has a say.
 _GIVES_WAY = frozenset({Verdict.PASS, Verdict.FASTER, Verdict.SLOWER}) | _NOT_STORED
 _DECIDES = frozenset({Verdict.PASS, Verdict.FASTER, Verdict.SLOWER})
+#: Highest floor under which "no drop beyond the floor" may pass, unless a higher minimum effect was
+#: asked for. A tenth is the largest slowdown that a gate may be blind to and still be called one.
+MAX_FLOOR = 0.1
 #: Sets of fresh processes that a difference must be seen in, and the most that are tried.
 MIN_SETS, MAX_SETS = 2, 4
 #: A ratio that is exactly 1, to hold a ratio of this run against.
@@ -91,31 +94,50 @@ def verdict(timing: Timing, processes: Processes, policy: gate.Policy) -> Verdic
 
     A change is called beyond the floor only if its interval lies wholly there, in at least two
     sets of processes, and its p-value passes Holm's first step over the run's cases, as of any
-    item that is judged before the others are known.
+    item that is judged before the others are known. PASS says nothing of drops within the floor,
+    so it needs one that is low enough (``MAX_FLOOR``); what lies wholly beyond a floor does so
+    however high that is.
     """
     assert timing.ci is not None
-    low, high = timing.ci
+    high = timing.ci[1]
     share = policy.alpha / policy.family_size
     is_repeated = len(processes.ratios) >= MIN_SETS
     if high < _lower_bar(timing) and is_repeated and p_value(timing, processes) <= share:
         return Verdict.SLOWER
     if _is_gain(timing) and is_repeated and p_value(timing, processes, gain=True) <= share:
         return Verdict.FASTER
-    return Verdict.PASS if low >= _lower_bar(timing) else Verdict.INCONCLUSIVE
+    passes = _shows_no_drop(timing) and not _is_blind(timing)
+    return Verdict.PASS if passes else Verdict.INCONCLUSIVE
 
 
 def wants_more(found: Verdict, timing: Timing, sets: int) -> bool:
     """Whether another set of processes could decide what so many did not."""
-    unconfirmed = found is Verdict.PASS and _is_gain(timing) and sets < MIN_SETS
-    return sets < MAX_SETS and (found is Verdict.INCONCLUSIVE or unconfirmed)
+    if _shows_no_drop(timing) and (found is Verdict.PASS or _is_blind(timing)):
+        return _is_gain(timing) and sets < MIN_SETS  # more sets can only raise the floor
+    return sets < MAX_SETS and found is Verdict.INCONCLUSIVE
 
 
 def _is_gain(timing: Timing) -> bool:
     return timing.ci is not None and timing.ci[0] > 1 + timing.noise_floor
 
 
+def _shows_no_drop(timing: Timing) -> bool:
+    return timing.ci is not None and timing.ci[0] >= _lower_bar(timing)
+
+
+def _is_blind(timing: Timing) -> bool:
+    """The floor is so high that no drop beyond it would say little."""
+    asked = timing.floor_sources.min_effect if timing.floor_sources else 0.0
+    return timing.noise_floor > max(MAX_FLOOR, asked)
+
+
 def settle(case: CaseRecord, base: BaseArm, *, name: str, policy: gate.Policy) -> CaseRecord:
-    """The case with its base, judged by it where it decides; see the module's docstring."""
+    """The case with its base, judged by it where it decides; see the module's docstring.
+
+    A recorded PASS under a floor that is too high for one is INCONCLUSIVE here as in `verdict`.
+    """
+    if base.verdict is Verdict.PASS and base.timing is not None and _is_blind(base.timing):
+        base = base.model_copy(update={"verdict": Verdict.INCONCLUSIVE})
     case = case.model_copy(update={"base": base})
     if case.verdict not in _GIVES_WAY:
         return case
@@ -166,7 +188,12 @@ def said(base: BaseArm) -> str:
         Verdict.FASTER: f"faster beyond the floor of {floor}",
         Verdict.PASS: f"no drop beyond the floor of {floor}",
     }.get(base.verdict or Verdict.INCONCLUSIVE)
-    if shown is None:
+    if shown is None and _shows_no_drop(timing):
+        shown = (
+            f"no drop beyond a floor of {floor}, which is above the {text.percent(MAX_FLOOR)} up "
+            "to which that decides"
+        )
+    elif shown is None:
         shown = (
             f"undecided about a drop beyond {floor} in {timing.extensions + 1} sets of processes"
         )

@@ -13,7 +13,7 @@ from makers import DEVICE, base, case, run, timing
 
 from pytest_fastlayer import gate, statistics
 from pytest_fastlayer.base import judging
-from pytest_fastlayer.records import Comparison, PeakMemory, Verdict
+from pytest_fastlayer.records import Comparison, NoiseFloor, PeakMemory, Verdict
 from pytest_fastlayer.report import explain
 
 POLICY = gate.Policy()
@@ -42,6 +42,62 @@ def sets(ratio, number=2, control=1.001):
 )
 def test_verdict_of_an_interval(ratio, ci, expected):
     assert judging.verdict(against(ratio, *ci), sets(ratio), POLICY) is expected
+
+
+def asked_for(min_effect, floor):
+    return NoiseFloor(within_quad=floor, control=floor, resolution=0, min_effect=min_effect)
+
+
+@pytest.mark.parametrize(
+    ("floor", "ratio", "expected"),
+    [
+        (judging.MAX_FLOOR, 1.0, Verdict.PASS),
+        (0.11, 1.0, Verdict.INCONCLUSIVE),
+        (0.67, 0.7, Verdict.INCONCLUSIVE),
+        (6.38, 0.2, Verdict.INCONCLUSIVE),
+        (6.38, 1.0, Verdict.INCONCLUSIVE),
+        # What lies wholly beyond a floor does so however high that is.
+        (0.67, 0.5, Verdict.SLOWER),
+        (0.67, 2.0, Verdict.FASTER),
+    ],
+)
+def test_a_floor_that_hides_any_drop_passes_nothing(floor, ratio, expected):
+    seen = against(ratio, 0.99 * ratio, 1.01 * ratio, floor)
+    found = judging.verdict(seen, sets(ratio), POLICY)
+    assert found is expected
+    assert not judging.wants_more(found, seen, 2)
+    if expected is Verdict.INCONCLUSIVE:
+        assert not judging.wants_more(found, seen, 1)
+
+
+def test_a_floor_as_high_as_was_asked_for_is_what_was_asked_for():
+    sources = asked_for(0.2, 0.2)
+    seen = against(1.0, 0.99, 1.01, 0.2, floor_sources=sources)
+    assert judging.verdict(seen, sets(1.0), POLICY) is Verdict.PASS
+    noisier = against(1.0, 0.99, 1.01, 0.25, floor_sources=asked_for(0.2, 0.25))
+    assert judging.verdict(noisier, sets(1.0), POLICY) is Verdict.INCONCLUSIVE
+
+
+def test_a_gain_above_a_high_floor_is_looked_at_again():
+    seen = against(2.0, 1.9, 2.1, 0.67)
+    first = judging.verdict(seen, sets(2.0, 1), POLICY)
+    assert first is Verdict.INCONCLUSIVE
+    assert judging.wants_more(first, seen, 1)
+
+
+@pytest.mark.parametrize(("floor", "becomes"), [(0.02, Verdict.PASS), (0.67, Verdict.SLOWER)])
+def test_a_recorded_base_that_shows_nothing_leaves_the_stored_baseline_in_charge(floor, becomes):
+    """Also of a record that was written before there was a ceiling."""
+    beside = base(Verdict.PASS, timing=against(1.0, 0.99, 1.01, floor))
+    after = judging.settle(case(Verdict.SLOWER), beside, name="a", policy=POLICY)
+    assert after.verdict is becomes
+    assert after.base is not None
+    assert (after.base.verdict is UNDECIDED) is (becomes is SLOWER)
+    if becomes is SLOWER:
+        assert (
+            "no drop beyond a floor of 67.0%, which is above the 10.0% up to which that decides"
+        ) in after.reason
+        assert after.reason.endswith("held against the stored baseline alone")
 
 
 def test_a_run_of_many_cases_asks_for_more():
@@ -201,9 +257,9 @@ def test_what_a_case_fails_by_itself_outlives_the_run_s_holm_too():
     assert gate.judge_run({"a": of_its_own}, POLICY, judging.drop)["a"] == of_its_own
 
 
-@pytest.mark.parametrize("verdict", sorted(judging._NOT_STORED))
+@pytest.mark.parametrize("verdict", ["NO_BASELINE", "OTHER_MACHINE", "STALE_BASELINE"])
 def test_what_is_not_stored_is_told_beside_the_base(verdict):
-    before = case(verdict, reason="nothing comparable is stored")
+    before = case(Verdict(verdict), reason="nothing comparable is stored")
     after = judging.settle(before, base(PASS, 1.0), name="a", policy=POLICY)
     assert after.reason.startswith("nothing comparable is stored; the speed is 1.000x")
     assert gate.is_failure(after.verdict, gate.Policy(require_baseline=True))
