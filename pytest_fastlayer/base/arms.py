@@ -18,6 +18,7 @@ from pytest_fastlayer import timing
 from pytest_fastlayer.base import origin
 from pytest_fastlayer.base.protocol import Channel, Closed
 from pytest_fastlayer.clocks import Clock, collect_garbage
+from pytest_fastlayer.fingerprint import fingerprints
 from pytest_fastlayer.immutable import FrozenReference
 from pytest_fastlayer.measurement import Feed, arguments, synchronize
 from pytest_fastlayer.outputs import leaves
@@ -76,7 +77,8 @@ def plain(value: object) -> object:
     neither tensor, number nor text is given as the text that describes it.
     """
     if isinstance(value, torch.Tensor):
-        return value.detach().as_subclass(torch.Tensor)
+        value = value.detach()
+        return value if type(value) is torch.Tensor else value.as_subclass(torch.Tensor)
     if isinstance(value, numpy.generic):
         value = value.item()
     for kind, made in _PLAIN.items():
@@ -169,14 +171,17 @@ class Arms:
         }
 
     def _output(self, arm: str, seed: int, file: str) -> dict[str, Any]:
-        """What the arm makes of fresh contents, saved to ``file``."""
+        """What the arm makes of fresh contents, saved to ``file``, and what it does to them."""
         function = self._pair.candidate if arm == "candidate" else self._pair.reference.target
         args = arguments(self._pair.inputs, seed)
+        names = [i.path for i in leaves(args, "input") if isinstance(i.value, torch.Tensor)]
+        before = fingerprints(args)
         output = function(*args)
         self._end_copies()
         synchronize(self._device)
+        both = zip(names, before, fingerprints(args), strict=True)
         torch.save(portable(output), file)
-        return {"overwrote": []}
+        return {"overwrote": [name for name, old, new in both if old != new]}
 
     def _describe(self) -> dict[str, Any]:
         described: Mapping[str, Any] = {}

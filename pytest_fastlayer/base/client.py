@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -43,6 +44,20 @@ _NEUTRAL = {
     "rerunfailures": "--reruns=0",
     "pytest_cov": "--no-cov",
 }
+
+#: What became of a test of which nothing else was told, by pytest's exit code.
+_BROKEN_OFF: dict[int, str] = {
+    pytest.ExitCode.USAGE_ERROR: "pytest could not start in its tree",
+    pytest.ExitCode.INTERRUPTED: "it interrupted its test",
+    pytest.ExitCode.INTERNAL_ERROR: "pytest broke off in its tree",
+}
+#: How pytest, its parser of arguments and its tracebacks begin the line that names an error.
+_COMPLAINT = re.compile(
+    r"^E +|^[\w.]+: error: |^ERROR: (?!usage: )|^INTERNALERROR> (?=[\w.]+: )"
+    r"|^[^ ]+:\d+: (?=KeyboardInterrupt$)|^mainloop caught unexpected "
+)
+#: How pytest says that there is no such test.
+_NOT_FOUND = ("ERROR: not found: ", "ERROR: file or directory not found: ")
 
 
 class ArmError(Exception):
@@ -272,18 +287,22 @@ class Child:
             reason = f"its test module does not import: {last_line(said['uncollected'])}"
             return self.error("import_error", reason, _lines(said["uncollected"]))
         if "failed" in said:
-            reason = f"its test failed before the pair was made: {last_line(said['failed'])}"
+            when = "while its pair was served" if self._is_ready else "before the pair was made"
+            reason = f"its test failed {when}: {last_line(said['failed'])}"
             return self.error("failed", reason, _lines(said["failed"]))
         if "skipped" in said:
             return self.error(
                 "missing", f"its test was skipped: {text.plain(said['skipped'], 200)}"
             )
-        tail = self.tail()
-        if end["code"] == pytest.ExitCode.USAGE_ERROR and not any("not found" in t for t in tail):
-            last = tail[-1] if tail else "no output"
-            return self.error("failed", f"pytest could not start in its tree: {last}", tail)
-        if end["code"] in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
+        code, tail = end["code"], self.tail()
+        is_not_found = any(line.startswith(_NOT_FOUND) for line in tail)
+        has_no_test = code == pytest.ExitCode.NO_TESTS_COLLECTED or (
+            code == pytest.ExitCode.USAGE_ERROR and is_not_found
+        )
+        if has_no_test:
             return self.error("missing", "it has no such test", tail)
+        if code in _BROKEN_OFF:
+            return self.error("failed", f"{_BROKEN_OFF[code]}: {complaint(tail)}", tail)
         made = f"; it makes {text.listing(end['others'])}" if end["others"] else ""
         return self.error("missing", f"its test makes no pair of this name{made}", tail)
 
@@ -305,6 +324,12 @@ def last_line(output: str) -> str:
     lines = _lines(output)
     marked = [line[1:].strip() for line in lines if line.startswith("E ")]
     return (marked or list(lines) or ["no output"])[-1]
+
+
+def complaint(lines: Sequence[str]) -> str:
+    """The last line in which pytest, or its parser of arguments, names an error."""
+    named = [_COMPLAINT.sub("", line) for line in lines if _COMPLAINT.match(line)]
+    return (named or list(lines) or ["no output"])[-1]
 
 
 @dataclass

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pytest_fastlayer import accuracy, gate, timing
+from pytest_fastlayer import accuracy, gate, records, timing
 from pytest_fastlayer import statistics as stats
 from pytest_fastlayer.base import judging
 from pytest_fastlayer.base.arms import FIRST_SEED, ServedPair, digest, flattened
@@ -85,6 +85,8 @@ class Remote:
         self._file = file
         self._inputs = own(inputs)
         self._seed = FIRST_SEED
+        #: Arguments that were not what they had been when it returned, in order.
+        self.overwrote: dict[str, None] = {}
 
     def feed(self, seed: int) -> tuple[Any, ...]:
         """This process's arguments of ``seed``, which the other will make for itself."""
@@ -92,7 +94,8 @@ class Remote:
         return arguments(self._inputs, seed)
 
     def __call__(self, *_: Any) -> dict[str, Any]:
-        self._child.ask("output", arm="candidate", seed=self._seed, file=str(self._file))
+        order = {"arm": "candidate", "seed": self._seed, "file": str(self._file)}
+        self.overwrote |= dict.fromkeys(self._child.ask("output", **order)["overwrote"])
         try:
             output: dict[str, Any] = torch.load(self._file, weights_only=True)
         except Exception as error:  # the file is what the other process's code made of it
@@ -164,7 +167,7 @@ class _ThreeWay:
                 if not sets:
                     self._refuse_others(found)
                     checked = self._check(children["base"])
-                    if not checked["accuracy"].passed:
+                    if "status" in checked:
                         return _record(self._request, **checked)
                 if is_patient:
                     children |= self._start(stack, *mine)
@@ -198,17 +201,21 @@ class _ThreeWay:
     def _check(self, base: Child) -> dict[str, Any]:
         """Accuracy, route and launch of the base, with the status where it is wrong."""
         self._ask.progress("base: accuracy")
-        measured = self._accuracy(base)
+        remote = Remote(base, self._folder / "base.pt", self._ask.pair.inputs)
+        measured = self._accuracy(remote)
         described = base.ask("describe")
         found = {name: described[name] for name in ("route", "launch")} | {"accuracy": measured}
-        if measured.passed:
+        if not measured.passed:
+            reason = (
+                f"{measured.failed:,} of {measured.total:,} elements are out of tolerance against "
+                "this tree's reference"
+            )
+        elif remote.overwrote:
+            edited = text.plain(", ".join(remote.overwrote))
+            reason = f"it overwrote {edited}: later calls, and the timed ones, see other data"
+        else:
             return found
-        return found | {
-            "status": "incorrect",
-            "verdict": Verdict.INCORRECT,
-            "reason": f"{measured.failed:,} of {measured.total:,} elements are out of tolerance "
-            "against this tree's reference",
-        }
+        return found | {"status": "incorrect", "verdict": Verdict.INCORRECT, "reason": reason}
 
     def _start(self, stack: ExitStack, *names: str) -> dict[str, Child]:
         """The processes of these arms, which end with ``stack``."""
@@ -242,10 +249,9 @@ class _ThreeWay:
 
     # -- accuracy ---------------------------------------------------------------------------
 
-    def _accuracy(self, base: Child) -> Any:
+    def _accuracy(self, remote: Remote) -> records.Accuracy:
         """The base against this tree's reference, on as many of its seeds as the budget holds."""
         ask = self._ask
-        remote = Remote(base, self._folder / "base.pt", ask.pair.inputs)
         most = max(1, int(ask.schedule.budget_s / max(1e-9, sum(ask.cost))))
         seeds = list(ask.seeds)[:most]
         reference = flat(ask.pair.reference)

@@ -66,6 +66,8 @@ class Candidate:
 AILMENT = """
         if self.name == "incorrect":
             y[3] += 1.0
+        if self.name == "crash" and os.fork() == 0 and self.calls > 1:
+            signal.pause()
         if self.name == "crash" and self.calls > 1:
             print("CUDA error: an illegal memory access was encountered", flush=True)
             os._exit(7)

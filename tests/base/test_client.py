@@ -57,13 +57,17 @@ def serve(checkout, tmp_path):
         child.close(0)
 
 
-def test_a_crash_while_timed_is_told_with_its_last_lines(serve):
+def test_a_crash_while_timed_is_told_with_its_last_lines(serve, tmp_path):
     child = serve("crash")
     facts = child.ready()
     assert facts["clock"] == "cpu_clock"
     assert facts["foreign"] == []
+    # Its first call forks: the copy has no say.
+    output = child.ask("output", arm="candidate", seed=1, file=str(tmp_path / "output.pt"))
+    assert output["overwrote"] == []
     child.ask("renew", seed=1)
     child.ask("block", arm="reference", forwards=3, cold=False)
+    # Its second leaves a helper behind, which lives for as long as it is let.
     with pytest.raises(ArmError, match="ended with exit code 7") as caught:
         child.ask("block", arm="candidate", forwards=3, cold=False)
     assert caught.value.status == "crashed"
@@ -82,13 +86,13 @@ def test_a_hang_while_timed_is_ended(serve):
 
 
 class Told(Child):
-    """A child of which only the events are known."""
+    """A child of which only the events and the output are known."""
 
-    def __init__(self, *events, whose="", is_ready=False):
-        self._said, self._whose, self._is_ready = dict(events), whose, is_ready
+    def __init__(self, *events, whose="", is_ready=False, tail=()):
+        self._said, self._whose, self._is_ready, self._tail = dict(events), whose, is_ready, tail
 
     def tail(self):
-        return ("ERROR: not found: test_pairs.py::test_a",)
+        return self._tail
 
 
 @pytest.mark.parametrize(
@@ -104,13 +108,55 @@ class Told(Child):
     ],
 )
 def test_why_a_test_served_no_pair(events, end, status, reason):
-    child = Told(*events)
+    child = Told(*events, tail=("ERROR: not found: test_pairs.py::test_a",))
     error = child._unserved({"others": []} | end)
     assert error.status == status
     assert error.reason.endswith(reason)
     own = Told(whose="this tree's own head").error(error.status, "r")
     assert own.status == "failed"
     assert own.reason == "the process of this tree's own head: r"
+
+
+#: Ends of the output of a pytest that broke off, as it is read.
+USAGE = (
+    "ERROR: usage: child.py [options] [file_or_dir] [file_or_dir] [...]",
+    "child.py: error: unrecognized arguments: --gone",
+    "inifile: /base/pytest.ini",
+    "rootdir: /base",
+)
+CONFTEST = (
+    "ImportError while loading conftest '/base/conftest.py'.",
+    "conftest.py:1: in <module>",
+    "E   ImportError: libgone.so: not found",
+)
+INTERRUPT = (
+    "!!!!!!!! KeyboardInterrupt !!!!!!!!",
+    "/base/test_pairs.py:3: KeyboardInterrupt",
+    "(to show a full traceback on KeyboardInterrupt use --full-trace)",
+    "no tests ran in 0.10s",
+)
+INTERNAL = ("INTERNALERROR> raise ValueError(3)", "INTERNALERROR> ValueError: 3", "no tests ran")
+
+
+@pytest.mark.parametrize(
+    ("tail", "code", "reason"),
+    [
+        (USAGE, 4, "pytest could not start in its tree: unrecognized arguments: --gone"),
+        (CONFTEST, 4, "pytest could not start in its tree: ImportError: libgone.so: not found"),
+        (INTERRUPT, 2, "it interrupted its test: KeyboardInterrupt"),
+        (INTERNAL, 3, "pytest broke off in its tree: ValueError: 3"),
+        ((), 3, "pytest broke off in its tree: no output"),
+    ],
+)
+def test_a_pytest_that_breaks_off_is_told_in_its_own_words(tail, code, reason):
+    error = Told(tail=tail)._unserved({"code": code, "others": []})
+    assert (error.status, error.reason, error.tail) == ("failed", reason, tail)
+
+
+def test_a_pair_that_was_made_is_not_called_unmade():
+    child = Told(("failed", "E   Failed: timed out"), is_ready=True)
+    reason = child._unserved({"code": 1, "others": []}).reason
+    assert reason == "its test failed while its pair was served: Failed: timed out"
 
 
 class Faked(Child):
