@@ -9,8 +9,8 @@ RULES: dict[Verdict, str] = {
     Verdict.PASS: "PASS: every element in tolerance, the speedup's interval lies above its bar, "
     "the demanded speedup times 1 + floor, and no regression against the baseline.",
     Verdict.FASTER: "FASTER: as PASS, and faster than the baseline beyond both noise floors.",
-    Verdict.BELOW_FLOOR: "BELOW_FLOOR: accurate, but the speedup does not clear its bar, the demanded "
-    "speedup times 1 + floor.",
+    Verdict.BELOW_FLOOR: "BELOW_FLOOR: accurate, but the speedup does not clear its bar, the "
+    "demanded speedup times 1 + floor.",
     Verdict.SLOWER: "SLOWER: the drop against the baseline lies wholly beyond the combined noise "
     "floors, after Holm's correction over the cases of the run.",
     Verdict.MORE_MEMORY: "MORE_MEMORY: the candidate's peak memory exceeds the baseline's by more "
@@ -19,8 +19,8 @@ RULES: dict[Verdict, str] = {
     "reference is, fails the case; no speed is reported for it.",
     Verdict.DISHONEST: "DISHONEST: a probe caught the candidate doing something other than the "
     "work; no speed is reported for it.",
-    Verdict.INCONCLUSIVE: "INCONCLUSIVE: after every extension the interval still straddles its bar, "
-    "the demanded speedup times 1 + floor, so neither a pass nor a failure can be claimed.",
+    Verdict.INCONCLUSIVE: "INCONCLUSIVE: after every extension the interval still straddles its "
+    "bar, the demanded speedup times 1 + floor, so neither a pass nor a failure can be claimed.",
     Verdict.UNRESOLVABLE: "UNRESOLVABLE: the work is too short for the timer to resolve.",
     Verdict.NO_BASELINE: "NO_BASELINE: green on its own; there is no stored figure to hold it to.",
     Verdict.STALE_BASELINE: "STALE_BASELINE: the stored figure belongs to another reference, "
@@ -97,7 +97,8 @@ FLOOR_SOURCES = {
 #: The rules of a case whose base was measured: it stands in the place of the stored baseline.
 BASE_RULES: dict[Verdict, str] = {
     Verdict.PASS: "PASS: every element in tolerance, the speedup's interval lies above its bar, "
-    "the demanded speedup times 1 + floor, and no drop against the base beyond the noise floor of that comparison.",
+    "the demanded speedup times 1 + floor, and no drop against the base beyond the noise floor of "
+    "that comparison.",
     Verdict.FASTER: "FASTER: as PASS, and faster than the base beyond the noise floor of that "
     "comparison.",
     Verdict.SLOWER: "SLOWER: the drop against the base, timed in the same schedule, lies wholly "
