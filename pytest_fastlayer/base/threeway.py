@@ -114,7 +114,7 @@ def flat(function: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 def against_base(request: Request, question: Question) -> BaseArm:
     """The record of the base: its figures, or why it has none. Every process is gone afterwards."""
     with tempfile.TemporaryDirectory(
-        prefix="fastlayer-arms-", ignore_cleanup_errors=True
+        prefix="fastlayer-arms-", dir=request.base.scratch, ignore_cleanup_errors=True
     ) as folder:
         try:
             return _ThreeWay(request, question, Path(folder)).run()

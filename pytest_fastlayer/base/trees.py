@@ -1,8 +1,8 @@
 """The base of a run: a revision checked out beside the working tree, or a checkout that is there.
 
-A revision lives in a ``git worktree`` in a temporary folder for as long as the run. It is removed
-by a process of its own, which waits for the run to let go of a pipe: so it goes whether the run
-ends, is interrupted, is terminated or is killed.
+A run has a temporary folder for what its arms write, and for a revision's ``git worktree``. It is
+removed by a process of its own, which waits for the run to let go of a pipe: so it goes whether the
+run ends, is interrupted, is terminated or is killed.
 """
 
 from __future__ import annotations
@@ -32,15 +32,24 @@ _GIT_LOCAL = frozenset(
 )
 GIT_TIMEOUT_S = 300.0
 
-#: What removes the worktree: arguments are the repository, the worktree, and the folder around it.
+#: What removes the folder: arguments are it, and of a worktree in it the repository and the path.
+#: A killed run's workers may outlive it for a moment, so what they still write is removed too.
 _JANITOR = """
-import shutil, subprocess, sys
-repository, tree, folder = sys.argv[1:]
+import os, shutil, subprocess, sys, time
+folder, *worktree = sys.argv[1:]
 sys.stdin.read()
-quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-subprocess.run(["git", "-C", repository, "worktree", "remove", "--force", "--force", tree], **quiet)
-shutil.rmtree(folder, ignore_errors=True)
-subprocess.run(["git", "-C", repository, "worktree", "prune"], **quiet)
+def git(*arguments):
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run(["git", "-C", worktree[0], "worktree", *arguments], **quiet)
+if worktree:
+    git("remove", "--force", "--force", worktree[1])
+for _ in range(100):
+    shutil.rmtree(folder, ignore_errors=True)
+    if not os.path.exists(folder):
+        break
+    time.sleep(0.1)
+if worktree:
+    git("prune")
 """
 
 
@@ -71,12 +80,14 @@ class Base:
     commit: str | None
     head: Tree
     tree: Tree
+    scratch: Path  #: the run's folder, for what its arms write
 
     def dump(self) -> dict[str, str | None]:
         """As plain text, for another process of the same machine."""
         return {
             "rev": self.rev,
             "commit": self.commit,
+            "scratch": str(self.scratch),
             **{f"head_{name}": str(getattr(self.head, name)) for name in ("top", "root")},
             **{f"tree_{name}": str(getattr(self.tree, name)) for name in ("top", "root")},
         }
@@ -87,7 +98,7 @@ class Base:
             Tree(Path(dumped[f"{side}_top"]), Path(dumped[f"{side}_root"]))
             for side in ("head", "tree")
         )
-        return cls(dumped["rev"], dumped["commit"], head, tree)
+        return cls(dumped["rev"], dumped["commit"], head, tree, Path(dumped["scratch"]))
 
 
 def is_environment(path: Path) -> bool:
@@ -131,7 +142,7 @@ def _try_git(folder: Path, *arguments: str) -> str | None:
 
 
 class Checkout:
-    """The base of a run and, for a revision, the worktree that holds it. Close it at the end."""
+    """The base of a run, and the run's folder, which may hold its worktree. Close it at the end."""
 
     def __init__(self, rev: str, rootpath: Path, directory: Path) -> None:
         """Find ``rev`` from pytest's ``rootpath``; a path is taken from ``directory``.
@@ -157,20 +168,25 @@ class Checkout:
             if rev.startswith("-") or not rev.strip() or not folder.is_dir():
                 raise BaseRevisionError(_not_found(rev, rootpath, is_repository=bool(top_text)))
             commit = _try_git(folder, "rev-parse", "--verify", "--quiet", "HEAD^{commit}")
-        self.base = Base(rev, commit, head, _tree(folder.resolve(), head))
+            self._employ(_scratch())
+        self.base = Base(rev, commit, head, _tree(folder.resolve(), head), self._folder)
 
-    def _add(self, top: Path, rev: str, commit: str) -> Path:
-        folder = Path(tempfile.mkdtemp(prefix="fastlayer-base-"))
-        tree = folder / f"fastlayer-base-{commit[:10]}"
-        # Before there is anything to remove, so that no moment is uncovered.
+    def _employ(self, folder: Path, *worktree: Path) -> None:
+        """Start what removes ``folder``: before there is much in it, so that it always goes."""
+        self._folder = folder
         self._janitor = subprocess.Popen(
-            (sys.executable, "-I", "-S", "-c", _JANITOR, str(top), str(tree), str(folder)),
+            (sys.executable, "-I", "-S", "-c", _JANITOR, *map(str, (folder, *worktree))),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=_environment(),
             start_new_session=True,  # what interrupts or stops the run's group passes it by
         )
+
+    def _add(self, top: Path, rev: str, commit: str) -> Path:
+        folder = _scratch()
+        tree = folder / f"fastlayer-base-{commit[:10]}"
+        self._employ(folder, top, tree)
         try:
             # No hook of the repository runs for a checkout that nobody works in.
             hooks = ("-c", "core.hooksPath=/dev/null")
@@ -186,13 +202,17 @@ class Checkout:
         return tree
 
     def close(self) -> None:
-        """Remove the worktree, if there is one, and wait until it is gone."""
+        """Remove the run's folder, and wait until it is gone."""
         janitor, self._janitor = self._janitor, None
         if janitor is None:
             return
         assert janitor.stdin is not None
         janitor.stdin.close()
         janitor.wait(GIT_TIMEOUT_S)
+
+
+def _scratch() -> Path:
+    return Path(tempfile.mkdtemp(prefix="fastlayer-base-"))
 
 
 def _tree(folder: Path, head: Tree) -> Tree:

@@ -318,7 +318,9 @@ def test_a_path_is_a_base_without_any_repository(tmp_path):
     there.mkdir()
     found = Checkout("../there", here, here)
     assert (found.base.commit, found.base.tree) == (None, Tree(there, there))
+    assert found.base.scratch.is_dir()
     found.close()
+    assert not found.base.scratch.exists()
 
 
 def test_a_rootdir_below_the_top_has_its_counterpart(repository, tmp_path):
@@ -328,6 +330,7 @@ def test_a_rootdir_below_the_top_has_its_counterpart(repository, tmp_path):
     found = Checkout(str(tmp_path), below, below)
     assert found.base.tree == Tree(tmp_path, tmp_path / "package")
     assert found.base.head == Tree(repository, below)
+    found.close()
 
 
 @pytest.mark.parametrize("rev", ["gone", "--all", "", "HEAD~9", "./gone"])
@@ -347,12 +350,13 @@ def test_a_hook_that_points_git_elsewhere_is_not_followed(repository, monkeypatc
     assert not tree.exists()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_run_leaves_no_worktree(repository, tmp_path, how):
+@pytest.mark.parametrize(("rev", "how"), [("HEAD", signal.SIGKILL), (".", signal.SIGTERM)])
+def test_a_killed_run_leaves_nothing(repository, tmp_path, rev, how):
+    """Neither the worktree nor what an arm of it wrote."""
     script = (
         "import signal; from pathlib import Path; from pytest_fastlayer.base.trees import Checkout;"
-        "c = Checkout('HEAD', Path.cwd(), Path.cwd()); print(c._janitor.pid, flush=True);"
-        "signal.pause()"
+        f"c = Checkout({rev!r}, Path.cwd(), Path.cwd()); Path(c.base.scratch, 'arms').mkdir();"
+        "print(c._janitor.pid, flush=True); signal.pause()"
     )
     process = subprocess.Popen(
         (sys.executable, "-c", script),
@@ -362,14 +366,16 @@ def test_a_killed_run_leaves_no_worktree(repository, tmp_path, how):
     )
     assert process.stdout is not None
     janitor = int(process.stdout.readline())
-    assert list(tmp_path.glob("fastlayer-base-*"))
+    (folder,) = tmp_path.glob("fastlayer-*")
+    assert (folder / "arms").is_dir()
+    assert len([*folder.glob("fastlayer-base-*/kernels.py")]) == (rev == "HEAD")
     process.send_signal(how)
     process.wait()
     # The pipe's last holder is the janitor's own standard output, which it does not have: so wait
     # for the process itself, which is nobody's child any more.
     while Path(f"/proc/{janitor}").exists():
         os.sched_yield()
-    assert not list(tmp_path.glob("fastlayer-base-*"))
+    assert not list(tmp_path.glob("fastlayer-*"))
 
 
 # -- modules ----------------------------------------------------------------------------------
