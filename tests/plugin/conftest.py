@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -22,6 +23,8 @@ for module in pkgutil.walk_packages(pytest_fastlayer.__path__, "pytest_fastlayer
 
 # Every timed case collects garbage, and torch's own heap makes that a third of a second.
 gc.freeze()
+# What is frozen would outlive the interpreter, and triton 3.9 lists all of it as leaked.
+atexit.register(gc.unfreeze)
 
 PAIR = """
 import random
