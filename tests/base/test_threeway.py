@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -119,8 +120,18 @@ def test_the_table_and_nothing_else_is_left(outcome, repository):
     assert git(repository, "status", "--porcelain", "--untracked-files=no") == ""
 
 
-def test_an_interrupted_run_leaves_no_worktree(repository, tmp_path):
-    """Interrupted by ^C while it waits for the base."""
+def arms_in(folder):
+    """Processes of arms whose tree lies in ``folder``."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (process / "cmdline").read_text(errors="replace")
+            found += [process.name] * (f"{folder}/" in words and "child.py" in words)
+    return found
+
+
+def test_an_interrupted_run_leaves_neither_worktree_nor_process(repository, tmp_path):
+    """Interrupted by ^C while it waits for a base that hangs."""
     process = subprocess.Popen(
         command("-k", "hang", "-v", "--fastlayer-base=HEAD~1"),
         cwd=repository,
@@ -135,12 +146,14 @@ def test_an_interrupted_run_leaves_no_worktree(repository, tmp_path):
             if "base: accuracy" in line:
                 break
         assert len(left_behind(repository)) == 1
+        assert len(arms_in(tmp_path)) == 1
         process.send_signal(signal.SIGINT)
         rest = process.communicate(timeout=LIMIT_S)[0]
     finally:
         process.kill()
     assert process.returncode == pytest.ExitCode.INTERRUPTED, rest
     assert left_behind(repository) == []
+    assert arms_in(tmp_path) == []
     assert not list(tmp_path.glob("fastlayer-*"))
 
 
