@@ -6,7 +6,7 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
-from fastlayer.errors import ConfigError
+from fastlayer.errors import ConfigError, InputError
 
 SIZE_RULE = "it must be an integer of at least 1"
 
@@ -22,6 +22,20 @@ def as_size(value: Any) -> int | None:
     except TypeError:
         return None
     return size if size >= 1 else None
+
+
+def workspace_size(value: Any) -> int:
+    """``value`` as a number of bytes.
+
+    Raises:
+        InputError: it is no integer of at least 1.
+    """
+    size = as_size(value)
+    if size is None:
+        raise InputError(
+            "workspace_bytes", f"{value!r}", "an integer of at least 1", "Pass a number of bytes."
+        )
+    return size
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from fastlayer.alterations import call_alteration
-from fastlayer.config import TransformerConfig, as_size
+from fastlayer.config import TransformerConfig, workspace_size
 from fastlayer.errors import InputError
 from fastlayer.reference import ReferenceAttention, ReferenceBlock, ReferenceTransformer
 
@@ -61,16 +61,8 @@ class Oracle(nn.Module):
         self, reference: ReferenceTransformer, *, workspace_bytes: int = 2 * 2**30
     ) -> None:
         super().__init__()
-        size = as_size(workspace_bytes)
-        if size is None:
-            raise InputError(
-                "workspace_bytes",
-                f"{workspace_bytes!r}",
-                "an integer of at least 1",
-                "Pass a number of bytes.",
-            )
         object.__setattr__(self, "reference", reference)
-        self.workspace_bytes = size
+        self.workspace_bytes = workspace_size(workspace_bytes)
         self._take_parts()
 
     def _take_parts(self) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fastlayer.alterations import call_alteration
-from fastlayer.config import TransformerConfig, as_size
+from fastlayer.config import TransformerConfig, workspace_size
 from fastlayer.contract import GIB, RuntimeContract
 from fastlayer.errors import InputError, RouteError
 from fastlayer.masks import MaskKind
@@ -147,14 +147,7 @@ class _Engine:
     def __init__(
         self, model: ReferenceTransformer, workspace_bytes: int, launch: Launch | None
     ) -> None:
-        size = as_size(workspace_bytes)
-        if size is None:
-            raise InputError(
-                "workspace_bytes",
-                f"{workspace_bytes!r}",
-                "an integer of at least 1",
-                "Pass a number of bytes.",
-            )
+        size = workspace_size(workspace_bytes)
         if launch is not None:
             check_options(launch)
         self._given = model
