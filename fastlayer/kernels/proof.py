@@ -40,6 +40,7 @@ TIMEOUT_S = 180
 
 #: Modules of this package on which a fused result depends.
 _SOURCES = (
+    "half_range",
     "knobs",
     "launch",
     "packing",
