@@ -1,6 +1,7 @@
 """Searches launches of the fused kernels for one case, and proposes rows for the launch table.
 
     python -m fastlayer.tune --case 13
+    python -m fastlayer.tune --case 13 --form layers        # one kernel form only
     python -m fastlayer.tune --case 13 --capability 120     # without a GPU: what would fit
 
 Every launch of ``SPACE`` that can compute the case is compiled for the capability and pruned by
@@ -19,7 +20,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
@@ -87,9 +88,11 @@ class Trial:
         }
 
 
-def space(config: TransformerConfig) -> Iterator[Launch]:
-    """The launches of ``SPACE`` that can compute ``config``."""
+def space(config: TransformerConfig, forms: Collection[str] = tuple(SPACE)) -> Iterator[Launch]:
+    """The launches of ``SPACE`` that have one of ``forms`` and can compute ``config``."""
     for form, knobs in SPACE.items():
+        if form not in forms:
+            continue
         for values in itertools.product(*knobs.values()):
             launch = Launch(form, **dict(zip(knobs, values, strict=True)))
             if not launch.objections(sizes_for(launch, config)):
@@ -227,6 +230,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=CAPABILITIES,
         help="compile for this one; the present device's where left out",
     )
+    parser.add_argument(
+        "--form", choices=list(SPACE), nargs="+", default=list(SPACE), help="all where left out"
+    )
     parser.add_argument("--log", type=Path, metavar="FILE", help="write every trial as JSON")
     return parser.parse_args(arguments)
 
@@ -250,7 +256,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
     config = CASES[options.case]
-    trials = [Trial(launch) for launch in space(config)]
+    trials = [Trial(launch) for launch in space(config, options.form)]
+    if not trials:
+        print(f"no launch of form {', '.join(options.form)} can compute {config.label()}")
+        return 2
     torch.manual_seed(1234)
     state = ReferenceTransformer(config).state_dict()
     bounds = pack(state, sizes_for(trials[0].launch, config)).score_bounds

@@ -24,6 +24,16 @@ def test_the_space_holds_several_able_launches(case: int) -> None:
     assert not any(launch.objections(sizes_for(launch, CASES[case])) for launch in found)
 
 
+def test_the_space_of_some_forms() -> None:
+    found = list(tune.space(CASES[7], ["wavefront", "strips"]))
+    assert {launch.form for launch in found} == {"wavefront", "strips"}
+
+
+def test_a_form_that_cannot_compute_the_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune.main(["--case", "13", "--form", "single", "--capability", "90"]) == 2
+    assert "no launch of form single can compute" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("resources", "reason"),
     [
@@ -69,7 +79,7 @@ def test_a_machine_without_a_gpu_prunes_for_a_named_capability(
 ) -> None:
     """Two launches compiled for real, in processes of their own."""
     pair = [Launch("wavefront"), Launch("wavefront", stages=2)]
-    monkeypatch.setattr(tune, "space", lambda config: iter(pair))
+    monkeypatch.setattr(tune, "space", lambda config, forms: iter(pair))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     log = tmp_path / "log.json"
     assert tune.main(["--case", "7", "--capability", "120", "--log", str(log)]) == 0
