@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from pytest_fastlayer.accuracy import Comparison, Tolerance
     from pytest_fastlayer.base.client import Request
     from pytest_fastlayer.immutable import FrozenReference
-    from pytest_fastlayer.pairing import Marks, Workbench
+    from pytest_fastlayer.pairing.terms import Marks, Terms
+    from pytest_fastlayer.pairing.workbench import Workbench
     from pytest_fastlayer.records import CaseRecord, Timing, Work
     from pytest_fastlayer.stress import Stress
 
@@ -68,7 +69,7 @@ def _seeds(item: pytest.Item) -> int | None:
 
 
 def read_marks(item: pytest.Item) -> Marks:
-    from pytest_fastlayer.pairing import Marks
+    from pytest_fastlayer.pairing.terms import Marks
 
     return Marks(
         tolerance=_marker(item, "tolerance"),
@@ -135,28 +136,37 @@ def _base_request(item: pytest.Item) -> Request | None:
     return Request(base, item.nodeid, arguments, config.inipath, settings.base_timeout_s)
 
 
-def _workbench(item: pytest.Item) -> Workbench:
-    from pytest_fastlayer.pairing import Workbench
+def _terms(item: pytest.Item) -> Terms:
+    from pytest_fastlayer.pairing.terms import Terms
 
-    return Workbench(
+    return Terms(
         settings=item.config.stash[SETTINGS],
         marks=read_marks(item),
         family_size=max(1, item.config.stash[RUN].selected),
         rerun=_replay_command(item),
         progress=Progress(item),
-        base=_base_request(item),
     )
+
+
+def _workbench(item: pytest.Item) -> Workbench:
+    from pytest_fastlayer.pairing.workbench import Workbench
+
+    return Workbench(_terms(item), base=_base_request(item))
 
 
 class Paired:
     """The value of the ``paired`` fixture: call it with a reference and a candidate."""
 
     def __init__(self, item: pytest.Item) -> None:
+        self._item = item
+        self.settings = item.config.stash[SETTINGS]
+        #: In the process of a served arm, which measures nothing itself.
+        self._server = item.config.stash.get(SERVER, None)
+        if self._server is not None:
+            return
         from pytest_fastlayer import gate
 
-        self._item = item
         self._workbench = _workbench(item)
-        self.settings = item.config.stash[SETTINGS]
         # Taken now, before the test builds a candidate that might replace them.
         self._changes = self._workbench.watch.changes
         self._is_failure = gate.is_failure
@@ -178,7 +188,7 @@ class Paired:
         """Seconds that one case may take at the least, else it is UNSUPPORTED."""
         import torch
 
-        return float(self._workbench.knob("max_case_s", torch.device(self.device)))
+        return float(_terms(self._item).knob("max_case_s", torch.device(self.device)))
 
     def reference_class(self, default: type) -> type:
         """The class given by ``--fastlayer-reference``, or ``default``."""
@@ -202,15 +212,16 @@ class Paired:
         """
         import torch
 
-        from pytest_fastlayer import handed, pairing
+        from pytest_fastlayer import handed
+        from pytest_fastlayer.pairing.pair import unsupported
 
         given = {"name": name, "reason": reason, "label": label, "workload": workload}
         handed.check(f"paired.unsupported({name!r})", handed.REFUSAL, given)
-        server = self._item.config.stash.get(SERVER, None)
-        if server is not None:
-            server.unsupported(name, reason)
-        case = pairing.unsupported(reason, label or name, workload or {})
-        self._record(name, case, self._workbench.header(torch.device(self.device)))
+        if self._server is not None:
+            self._server.unsupported(name, reason)
+        else:
+            case = unsupported(reason, label or name, workload or {})
+            self._record(name, case, self._workbench.header(torch.device(self.device)))
         pytest.skip(f"UNSUPPORTED: {reason}")
 
     def __call__(
@@ -261,8 +272,9 @@ class Paired:
             pytest.fail.Exception: the verdict is red; the message gives the reason.
             HandedError: an argument, or what ``describe`` gave, is not what is documented here.
         """
-        from pytest_fastlayer import handed, pairing
+        from pytest_fastlayer import handed
         from pytest_fastlayer.immutable import FrozenReference, freeze
+        from pytest_fastlayer.pairing.pair import Pair
         from pytest_fastlayer.records import Work
         from pytest_fastlayer.stress import as_stress
 
@@ -284,7 +296,7 @@ class Paired:
         handed.check(f"paired({name!r})", handed.PAIR, given)
         grid = as_stress(stress)
         frozen = reference if isinstance(reference, FrozenReference) else freeze(reference)
-        pair = pairing.Pair(
+        pair = Pair(
             name=name,
             reference=frozen,
             candidate=candidate,
@@ -300,18 +312,19 @@ class Paired:
             variants=variants or {},
             stress=grid,
         )
-        server = self._item.config.stash.get(SERVER, None)
-        if server is not None:
-            return server.serve(pair)
-        case, header, message = self._workbench.run(pair)
-        self._record(name, case, header)
+        if self._server is not None:
+            return self._server.serve(pair)
+        outcome = self._workbench.run(pair)
+        case = outcome.case
+        self._record(name, case, outcome.header)
         changes = self._changes()
         if changes:
             found = "; ".join(changes)
             pytest.fail(f"DISHONEST: {name}: the run was tampered with: {found}", pytrace=False)
-        if self._is_failure(case.verdict, self._workbench.policy()):
+        if self._is_failure(case.verdict, self._workbench.terms.policy()):
             text = f"{case.verdict}: {name}: {case.reason}"
-            pytest.fail(f"{text}\n{message}" if message else text, pytrace=False)
+            more = f"\n{outcome.message}" if outcome.message else ""
+            pytest.fail(f"{text}{more}", pytrace=False)
         if case.verdict == "UNSUPPORTED":
             pytest.skip(f"UNSUPPORTED: {case.reason}")
         return case
@@ -364,8 +377,8 @@ def assert_elementwise(request: pytest.FixtureRequest) -> Callable[..., Comparis
     """Per-element comparison with this test's tolerance: ``assert_elementwise(candidate, ref)``."""
     from pytest_fastlayer import accuracy
 
-    workbench = _workbench(request.node)
-    tolerance = workbench.tolerance()
+    terms = _terms(request.node)
+    tolerance = terms.tolerance()
 
     def check(
         candidate: Any,
@@ -383,7 +396,7 @@ def assert_elementwise(request: pytest.FixtureRequest) -> Callable[..., Comparis
             rtol=tolerance.rtol if rtol is None else rtol,
             mode=tolerance.mode if mode is None else mode,  # type: ignore[arg-type]
             seed=seed,
-            replay=workbench.rerun,
+            replay=terms.rerun,
         )
 
     return check

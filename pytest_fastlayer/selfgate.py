@@ -22,7 +22,8 @@ from scipy import stats as distributions
 from pytest_fastlayer import environment, gate, measurement
 from pytest_fastlayer import statistics as stats
 from pytest_fastlayer.calibrate import ACCURATE
-from pytest_fastlayer.measurement import Feed, Schedule
+from pytest_fastlayer.feeding import Feed
+from pytest_fastlayer.measurement import Schedule
 from pytest_fastlayer.records import (
     CaseRecord,
     RunRecord,

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from tabulate import tabulate
 
+from pytest_fastlayer.feeding import synchronize
 from pytest_fastlayer.kernel_kinds import kind_of
-from pytest_fastlayer.measurement import synchronize
 
 FORWARDS, WARM_UP = 3, 2
 #: A forward of so many seconds is profiled once, without warming up.

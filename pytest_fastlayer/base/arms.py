@@ -18,9 +18,9 @@ from pytest_fastlayer import timing
 from pytest_fastlayer.base import origin
 from pytest_fastlayer.base.protocol import Channel, Closed
 from pytest_fastlayer.clocks import Clock, collect_garbage
+from pytest_fastlayer.feeding import Feed, arguments, synchronize
 from pytest_fastlayer.fingerprint import fingerprints
 from pytest_fastlayer.immutable import FrozenReference
-from pytest_fastlayer.measurement import Feed, arguments, synchronize
 from pytest_fastlayer.outputs import leaves
 
 #: Share of a block that runs untimed before it: the other arms' processes had the caches, and

@@ -27,7 +27,8 @@ from pytest_fastlayer.base.arms import FIRST_SEED, ServedPair, digest, flattened
 from pytest_fastlayer.base.client import ArmError, Child, RemoteArm, RemoteClock, Request
 from pytest_fastlayer.base.figures import ProcessSet, summarize
 from pytest_fastlayer.base.rounds import ArmName, Rounds, measure_rounds
-from pytest_fastlayer.measurement import FIRST_TIMED_SEED, MIN_PAIRS, Progress, Schedule, arguments
+from pytest_fastlayer.feeding import arguments
+from pytest_fastlayer.measurement import FIRST_TIMED_SEED, MIN_PAIRS, Progress, Schedule
 from pytest_fastlayer.nvml import NvmlMonitor
 from pytest_fastlayer.records import BaseArm, RootMeanSquare, Verdict
 from pytest_fastlayer.report import text

@@ -77,6 +77,7 @@ def test_probes_named_are_probes_there_are():
         path.read_text(encoding="utf-8")
         for path in [
             *(ROOT / "pytest_fastlayer/probes").glob("*.py"),
+            *(ROOT / "pytest_fastlayer/pairing").glob("*.py"),
             *(ROOT / "pytest_fastlayer").glob("*.py"),
         ]
     )

@@ -1,0 +1,72 @@
+"""What arms are called with, and how: arguments of a seed, contents renewed in place, rough costs.
+
+Nothing heavy besides torch is imported: the process of a served arm needs no statistics.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def arguments(inputs: Callable[[int], Any], seed: int) -> tuple[Any, ...]:
+    """The positional arguments of one forward; ``inputs`` may return a tuple or one tensor."""
+    given = inputs(seed)
+    return tuple(given) if isinstance(given, (tuple, list)) else (given,)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device; nothing to wait for on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Stopwatch:
+    """A callable that notes its shortest wall time: a rough cost, for planning only."""
+
+    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
+        self._function = function
+        self._device = device
+        self.shortest_s = math.inf
+
+    def __call__(self, *args: Any) -> Any:
+        synchronize(self._device)
+        start = time.perf_counter()
+        result = self._function(*args)
+        synchronize(self._device)
+        self.shortest_s = min(self.shortest_s, time.perf_counter() - start)
+        return result
+
+
+class Feed:
+    """The arguments that both arms are called with, renewed in place between quads.
+
+    The same addresses with new contents are what a fast path meets in use, and what a recorded
+    result does not survive. Where a seed's tensors have other shapes, the arguments are replaced.
+    """
+
+    def __init__(self, args: tuple[Any, ...], inputs: Callable[[int], Any] | None = None) -> None:
+        self.args = args
+        self._inputs = inputs
+
+    def renew(self, seed: int) -> None:
+        """Contents of ``inputs(seed)``; nothing without ``inputs``."""
+        if self._inputs is None:
+            return
+        fresh = arguments(self._inputs, seed)
+        pairs = list(zip(self.args, fresh, strict=False))
+        alike = len(self.args) == len(fresh) and all(
+            isinstance(a, torch.Tensor)
+            and isinstance(b, torch.Tensor)
+            and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+            for a, b in pairs
+        )
+        if not alike:
+            self.args = fresh
+            return
+        for mine, new in pairs:
+            mine.copy_(new)

@@ -1,0 +1,64 @@
+"""The verdict of a measured case: against what is stored, then against the base of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pytest_fastlayer import baselines, gate
+from pytest_fastlayer.base import judging as base_judging
+from pytest_fastlayer.base.client import Request
+from pytest_fastlayer.base.threeway import Question, against_base
+from pytest_fastlayer.pairing.pair import Draft, Pair
+from pytest_fastlayer.pairing.terms import Terms
+from pytest_fastlayer.records import Device, RunRecord, Software
+
+
+def judge(pair: Pair, terms: Terms, draft: Draft, header: Mapping[str, Any]) -> None:
+    """Hold a timed case against the stored baseline; one without a figure stays as it is."""
+    if draft.case.timing is None:
+        return
+    settings = terms.settings
+    device = Device.model_validate(header["device"])
+    path = baselines.find(settings.baseline, device)
+    stored: RunRecord | None = baselines.load(path) if path.exists() else None
+    if stored is None and settings.baseline_given and not settings.update_baseline:
+        raise baselines.BaselineNotFoundError(
+            f"--fastlayer-baseline={settings.baseline}: {path} does not exist; give a "
+            "record or a folder of <device>.json files, or create it with "
+            "--fastlayer-update-baseline"
+        )
+    draft.case = gate.judge(
+        draft.case,
+        stored,
+        name=pair.name,
+        device=device,
+        policy=terms.policy(),
+        baseline_path=path.name,
+        software=Software.model_validate(header["software"]),
+    )
+
+
+def hold_against_base(
+    pair: Pair, terms: Terms, draft: Draft, request: Request, device: torch.device
+) -> None:
+    """Time the base's candidate beside this one's: the same work, tolerance and schedule."""
+    measured = draft.case.accuracy
+    assert measured is not None
+    draft.spare = None  # an output's memory, which the base may need
+    question = Question(
+        pair=pair,
+        seeds=measured.seeds,
+        tolerance=terms.tolerance(pair.tolerance),
+        exact=measured.rms_vs_float64 is not None,
+        device=device,
+        cost=draft.cost,
+        schedule=replace(terms.schedule(device), diagnostic=False),
+        policy=terms.policy(),
+        progress=terms.progress,
+    )
+    base = against_base(request, question)
+    draft.case = base_judging.settle(draft.case, base, name=pair.name, policy=terms.policy())
