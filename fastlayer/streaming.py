@@ -32,6 +32,7 @@ from fastlayer.routes.prefix_stream import (
     check_options,
     streaming_objections,
 )
+from fastlayer.weights import ModelState
 
 Sample = torch.Tensor | tuple[torch.Tensor, int]
 
@@ -70,7 +71,8 @@ def stream(
 
     Args:
         model: a reference or ``FastTransformer``; it computes where its parameters lie. Edited or
-            replaced on the way, as they are when a sample is computed.
+            replaced on the way, as they are when a sample is computed. A ``FastTransformer`` keeps
+            what was packed from its weights for the next stream; for any other it is packed anew.
         source: samples ``[N, d_model]`` float32, or ``(sample, length)`` where only the first
             ``length`` tokens are valid; the output is zero beyond them. Lengths may differ.
         sink: receives ``(index, output)``.
@@ -162,10 +164,17 @@ class _Engine:
         self.device = self.model.final_norm.weight.device
 
     def _take_parameters(self) -> None:
-        """A model of its own over the same parameters: what is packed here is dropped with it."""
-        self.model = FastTransformer.from_reference(self._given, working_set_bytes=self._workspace)
+        """The caller's model where it keeps packed weights, else one over the same parameters."""
+        given = self._given
+        own = isinstance(given, FastTransformer)
+        self.model = given if own else FastTransformer.from_reference(given)
         self._bound.clear()
-        self._taken = _parameters(self._given)
+        self._taken = _parameters(given)
+        self._before = len(self._state.notes)
+
+    @property
+    def _state(self) -> ModelState:
+        return self.model._own_runtime().state
 
     def __call__(self, x: torch.Tensor, length: int, out: torch.Tensor) -> None:
         """``x [N, d]`` and its valid length to ``out [N, d]``, both on the device."""
@@ -188,7 +197,7 @@ class _Engine:
         if present.keys() != self._taken.keys() or any(
             present[name] is not held for name, held in self._taken.items()
         ):
-            self._earlier += self.model._own_runtime().state.notes
+            self._earlier += self._new_notes()
             self._take_parameters()
         where = self.model.final_norm.weight.device
         if where != self.device:
@@ -197,13 +206,17 @@ class _Engine:
             )
 
     def _bind(self, x: torch.Tensor) -> PrefixStream:
-        state = self.model._own_runtime().state
+        state = self._state
         key = (state.refresh(), len(x))
         if key not in self._bound:
             contract = self.model._contract(x[None], MaskKind.NONE, compiling=False)
             # Nothing is allocated for the output: that is the caller's, and already there.
             output = contract.config.activation_bytes(contract.itemsize)
-            contract = replace(contract, available_bytes=contract.available_bytes + output)
+            contract = replace(
+                contract,
+                available_bytes=contract.available_bytes + output,
+                working_set_bytes=self._workspace,
+            )
             self._refuse(contract)
             route = PrefixStreamRoute()
             launch = route.launches(contract)[0] if self._launch is None else self._launch
@@ -217,8 +230,16 @@ class _Engine:
             raise _refusal(objections)
 
     def notes(self) -> tuple[str, ...]:
-        found = (*self._earlier, *self.model._own_runtime().state.notes)
+        self._earlier += self._new_notes()
+        found = tuple(self._earlier)
         return found if self._tally is None else (self._tally.text(), *found)
+
+    def _new_notes(self) -> list[str]:
+        """What was noted since the parameters were taken; it is no news of the model's own calls."""
+        notes = self._state.notes
+        found = notes[self._before :]
+        del notes[self._before :]
+        return found
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

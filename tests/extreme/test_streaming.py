@@ -20,6 +20,8 @@ from fastlayer import (
     TransformerConfig,
     streaming,
 )
+from fastlayer.routes import prefix_body
+from fastlayer.routes.folding import fold
 from fastlayer.streaming import StreamReport, stream
 
 CONFIG = TransformerConfig(3, 40, 32, 4, 48, 2, True)
@@ -119,6 +121,55 @@ def test_weights_edited_on_the_way_are_seen() -> None:
     (before, after), _ = collect(model, samples())
     assert not torch.equal(before, after)
     torch.testing.assert_close(after, model(x[None])[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("high_precision")
+def test_a_fast_model_keeps_what_was_packed_for_the_next_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Packing took a fifth of case 14's stream. An edit, and ``refresh``, still pack anew."""
+    packed: list[torch.dtype] = []
+
+    def counting(layers: list, dtype: torch.dtype) -> list:
+        packed.append(dtype)
+        return fold(layers, dtype)
+
+    monkeypatch.setattr(prefix_body, "fold", counting)
+    x, launch = inputs(CONFIG), {"compute": "float16"}
+    model = FastTransformer.from_reference(reference(CONFIG))
+    first, report = collect(model, x, launch=launch)
+    again, repeated = collect(model, x, launch=launch)
+    assert len(packed) == 1
+    assert repeated == report
+    assert all(map(torch.equal, first, again))
+    with torch.no_grad():
+        model.layers[0].ffn_in.weight.mul_(2.0)
+    edited, _ = collect(model, x, launch=launch)
+    assert len(packed) == 2
+    assert not torch.equal(edited[0], first[0])
+    model.layers[0].ffn_in.weight.data.mul_(0.5)
+    model.refresh()
+    restored, _ = collect(model, x, launch=launch)
+    assert all(map(torch.equal, restored, first))
+    collect(reference(CONFIG), x, launch=launch)
+    collect(reference(CONFIG), x, launch=launch)
+    assert len(packed) == 5
+
+
+@pytest.mark.usefixtures("high_precision")
+def test_a_streams_workspace_and_notes_are_its_own() -> None:
+    model = FastTransformer.from_reference(reference(CONFIG), working_set_bytes=1)
+    with torch.no_grad():
+        model.layers[0].ffn_in.weight[0] = 1e6  # beyond float16, which is noted
+    launch = {"compute": "float16"}
+    reports = [collect(model, inputs(CONFIG), launch=launch)[1] for _ in range(2)]
+    assert reports[0] == reports[1]
+    assert any("float32 ran instead" in note for note in reports[0].notes)
+    model(inputs(CONFIG))
+    assert model.last_decision is not None
+    assert model.last_decision.notes == ()
+    with pytest.raises(RouteError, match="working_set_bytes"):
+        collect(model, inputs(CONFIG), workspace_bytes=1)
 
 
 REPLACEMENTS = {
