@@ -166,8 +166,10 @@ class _Engine:
     def _take_parameters(self) -> None:
         """The caller's model where it keeps packed weights, else one over the same parameters."""
         given = self._given
-        own = isinstance(given, FastTransformer)
-        self.model = given if own else FastTransformer.from_reference(given)
+        if isinstance(given, FastTransformer):
+            self.model = given
+        else:
+            self.model = FastTransformer.from_reference(given)
         self._bound.clear()
         self._taken = _parameters(given)
         self._before = len(self._state.notes)
@@ -235,7 +237,7 @@ class _Engine:
         return found if self._tally is None else (self._tally.text(), *found)
 
     def _new_notes(self) -> list[str]:
-        """What was noted since the parameters were taken; it is no news of the model's own calls."""
+        """What was noted since the parameters were taken; no news of the model's own calls."""
         notes = self._state.notes
         found = notes[self._before :]
         del notes[self._before :]
