@@ -2,8 +2,10 @@
 
 Kernels read and write fixed addresses during replay, so every call copies its input into the
 graph's own buffer, and a result leaves as a clone: an output held by the caller is never written
-again. All graphs of a stream share one memory pool; that is safe because they replay on that
-stream, one after the other, and each keeps its own output alive.
+again. A body whose first step writes and whose last step reads all of its activations can do these
+two outside the graph instead (``Staged``), which saves both copies. All graphs of a stream share
+one memory pool; that is safe because they replay on that stream, one after the other, and each
+keeps its own output alive.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -24,6 +26,55 @@ current_stream: Callable[[int], int] = getattr(
 )
 
 Body = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+S = TypeVar("S")
+
+
+class Staged(Protocol[S]):
+    """A body in three stages, of which a graph holds the middle one.
+
+    ``inside(enter(x), mask)`` then ``leave(state, mask)`` is the call. ``enter`` makes a state, or
+    fills ``into`` with what it would have made; ``inside`` works on a state in place, which may
+    leave anything in it but what ``leave`` reads; ``leave`` makes a new tensor, or fills ``into``.
+    """
+
+    def __call__(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor: ...
+
+    def enter(self, x: torch.Tensor, into: S | None = None) -> S: ...
+
+    def inside(self, state: S, mask: torch.Tensor | None) -> None: ...
+
+    def leave(
+        self, state: S, mask: torch.Tensor | None, into: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+
+
+class _Copied:
+    """Any body as a staged one. Its state is a copy of the input, and the last result."""
+
+    def __init__(self, body: Body) -> None:
+        self._body = body
+
+    def __call__(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return self._body(x, mask)
+
+    def enter(self, x: torch.Tensor, into: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        if into is None:
+            into = [torch.empty(x.shape, dtype=x.dtype, device=x.device)]
+        into[0].copy_(x)
+        return into
+
+    def inside(self, state: list[torch.Tensor], mask: torch.Tensor | None) -> None:
+        state[1:] = [self._body(state[0], mask)]
+
+    def leave(
+        self,
+        state: list[torch.Tensor],
+        mask: torch.Tensor | None,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return state[1].clone() if into is None else into.copy_(state[1])
+
 
 #: Eager runs before a capture: libraries choose algorithms and allocate workspaces in these.
 _WARMUPS = 2
@@ -47,6 +98,10 @@ class GraphCache:
         ``body`` must not synchronise with the host. ``note`` is told why, if capture fails; the
         call then runs ``body`` eagerly.
         """
+        return self.bind_staged(_Copied(body), note)
+
+    def bind_staged(self, body: Staged[Any], note: Callable[[str], None]) -> GraphedCall:
+        """The same for a body of which only ``inside`` is captured."""
         return GraphedCall(self, body, note)
 
     def clear(self) -> None:
@@ -73,7 +128,7 @@ class GraphCache:
 class GraphedCall:
     """One body for one contract, captured once for each stream that calls it."""
 
-    def __init__(self, cache: GraphCache, body: Body, note: Callable[[str], None]) -> None:
+    def __init__(self, cache: GraphCache, body: Staged[Any], note: Callable[[str], None]) -> None:
         self._cache = cache
         self._body = body
         self._note = note
@@ -90,14 +145,17 @@ class GraphedCall:
         with self._cache._lock:
             graph = self._ready(x, mask)
             if graph is not None:
-                return graph.replay(x, mask).clone()
+                return graph.replay(x, mask)
         return self._body(x, mask)
 
     def into(self, out: torch.Tensor, x: torch.Tensor, mask: torch.Tensor | None) -> None:
         """The same result, written to ``out`` instead of a new tensor."""
         with self._cache._lock:
             graph = None if self._failed else self._ready(x, mask)
-            out.copy_(self._body(x, mask) if graph is None else graph.replay(x, mask))
+            if graph is None:
+                out.copy_(self._body(x, mask))
+            else:
+                graph.replay(x, mask, out)
 
     def release(self) -> None:
         self._captured.clear()
@@ -120,28 +178,32 @@ class GraphedCall:
 
 
 class _Captured:
-    """One captured graph with its input buffers and its output."""
+    """One captured graph with its state and its mask."""
 
-    def __init__(self, body: Body, x: torch.Tensor, mask: torch.Tensor | None, pool: Any) -> None:
+    def __init__(
+        self, body: Staged[Any], x: torch.Tensor, mask: torch.Tensor | None, pool: Any
+    ) -> None:
+        self._body = body
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(x.device):
-            self._x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            self._x.copy_(x)
+            self._state = body.enter(x)
             self._mask = None if mask is None else mask.clone()
             caller = torch.cuda.current_stream()
             side = torch.cuda.Stream()
             side.wait_stream(caller)
             with torch.cuda.stream(side):
                 for _ in range(_WARMUPS):
-                    body(self._x, self._mask)
+                    body.inside(self._state, self._mask)
             caller.wait_stream(side)
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-                self._out = body(self._x, self._mask)
+                body.inside(self._state, self._mask)
 
-    def replay(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """The graph's own output buffer, valid until the next replay."""
-        self._x.copy_(x)
+    def replay(
+        self, x: torch.Tensor, mask: torch.Tensor | None, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The result for ``x`` and ``mask``, in a new tensor or in ``into``."""
+        self._body.enter(x, self._state)
         if self._mask is not None and mask is not None:
             self._mask.copy_(mask)
         self._graph.replay()
-        return self._out
+        return self._body.leave(self._state, self._mask, into)

@@ -76,13 +76,16 @@ def launch_of(tokens: int, width: int, **constants: bool) -> WarmLaunch:
 
 
 def normalise(
-    x: torch.Tensor, shift: torch.Tensor, copy: torch.Tensor | None = None
+    x: torch.Tensor,
+    shift: torch.Tensor,
+    copy: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``n(x + shift)`` in float16 for contiguous float32 ``x [T, D]`` and ``shift [D]``.
 
-    ``x`` is also written to ``copy``, where one is given.
+    It is written to ``out`` or a new tensor, and ``x`` to ``copy`` where one is given.
     """
-    out = torch.empty_like(x, dtype=torch.float16)
+    out = torch.empty_like(x, dtype=torch.float16) if out is None else out
     tokens, width = x.shape
     launch = launch_of(tokens, width, COPY=copy is not None)
     _normalise(launch, x, shift, out, x if copy is None else copy)

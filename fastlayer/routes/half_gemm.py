@@ -16,7 +16,7 @@ probabilities), so most roundings are the same and cancel in a comparison.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional as F
@@ -27,7 +27,6 @@ from fastlayer.contract import RuntimeContract
 from fastlayer.errors import RouteRefused
 from fastlayer.kernels.knobs import WIDEST as NARROW
 from fastlayer.kernels.sizes import attends
-from fastlayer.reference import zero_invalid
 from fastlayer.routes.base import Bound, Launch, check_launch, common_objections
 from fastlayer.routes.body import serve_mask
 from fastlayer.routes.folding import FoldedLayer, accumulate, fold
@@ -41,9 +40,8 @@ _OPTIONS: dict[str, tuple[object, ...]] = {
     "attention": ("library", "kernel"),
 }
 
-#: Elements of an activation from which the device takes longer than the host needs to launch: a
-#: graph would only add a copy of the input and one of the output.
-_HOST_BOUND = 2**22
+#: Elements of an activation from which half a batch still fills the device with every product.
+_WORTH_PARTS = 2**22
 
 #: 16-bit products read rows of sixteen bytes.
 _MULTIPLE = 8
@@ -105,15 +103,14 @@ class HalfGemmRoute:
     def launches(self, contract: RuntimeContract) -> list[Launch]:
         config, own = contract.config, _attentions(contract)[-1]
         # As graphs on an H200, case 8: 1.03 ms in one part, .99 to 1.02 in two, no less in four.
-        order, parts = ("eager", "graph"), 2
-        if config.activation_elements < _HOST_BOUND or config.batch_size == 1:
-            order, parts = ("graph", "eager"), 1
+        # Eagerly the host takes longer to launch two parts than the device saves: 1.08 and 1.22.
+        worth = config.activation_elements >= _WORTH_PARTS and config.batch_size > 1
+        parts = 2 if worth else 1
         found: list[Launch] = [
-            {"execution": execution, "attention": own, "parts": parts} for execution in order
+            {"execution": "graph", "attention": kind, "parts": parts}
+            for kind in dict.fromkeys((own, "library"))
         ]
-        if own != "library":
-            found.append({"execution": "graph", "attention": "library", "parts": parts})
-        return found
+        return [*found, {"execution": "eager", "attention": own, "parts": 1}]
 
     def bind(self, state: ModelState, contract: RuntimeContract, launch: Launch) -> Bound:
         """As in the protocol.
@@ -139,12 +136,13 @@ class HalfGemmRoute:
             heads=config.num_heads,
             causal=config.causal,
             capability=contract.device.capability,
+            shape=(config.batch_size, config.seq_len, config.d_model),
             parts=parts,
             own_attention=own_attention,
         )
         run: Bound = body
         if launch.get("execution", "eager") == "graph":
-            run = state.graphs.bind(run, state.notes.append)
+            run = state.graphs.bind_staged(body, state.notes.append)
         return serve_mask(run, contract.mask)
 
 
@@ -173,6 +171,7 @@ def _prove(
 
     facts, config = contract.device, contract.config
     batches = {len(part) for part in torch.arange(config.batch_size).chunk(parts)}
+    batches.add(config.batch_size)  # of the first and the last pass, which are not in parts
     for batch in sorted(batches):
         part = replace(config, batch_size=batch)
         claim = Claim(part, own_attention, device.index or 0, facts.name, facts.capability)
@@ -192,11 +191,24 @@ def half_bytes(config: TransformerConfig) -> int:
     return 2 * config.activation_bytes() + 2 * (wide + config.activation_elements)
 
 
-class HalfBody:
-    """The forward pass over folded weights. Calling it makes new tensors only.
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Between the input and the output: the float32 residual and what the first layer reads.
 
-    On a GPU the batch passes in ``parts`` on as many streams, so that what one part moves through
-    memory overlaps with what another multiplies.
+    ``residual [B N, d]``; ``normed [B N, d]`` float16, the residual normalised.
+    """
+
+    residual: torch.Tensor
+    normed: torch.Tensor
+
+
+class HalfBody:
+    """The forward pass over folded weights, in stages (``graphs.Staged``).
+
+    Calling it makes new tensors only. Its first pass over memory reads the input and its last one
+    writes the output, so a graph of what lies between needs no copy of either. On a GPU the batch
+    passes in ``parts`` on as many streams, so that what one part moves through memory overlaps with
+    what another multiplies.
     """
 
     def __init__(
@@ -206,6 +218,7 @@ class HalfBody:
         heads: int,
         causal: bool,
         capability: tuple[int, int],
+        shape: torch.Size | tuple[int, int, int],
         parts: int = 1,
         own_attention: bool = False,
     ) -> None:
@@ -214,54 +227,81 @@ class HalfBody:
         self.heads = heads
         self.causal = causal
         self.capability = capability
+        self.shape = shape
         self._parts = parts
         self.own_attention = own_attention
         self._streams: list[torch.cuda.Stream] = []
 
     def __call__(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """``x [B, N, d]`` and None or a right-padded ``mask [B, N]`` to ``[B, N, d]``."""
-        x = x.contiguous()
-        out = torch.empty_like(x)
+        state = self.enter(x)
+        self.inside(state, mask)
+        return self.leave(state, mask)
+
+    def enter(self, x: torch.Tensor, into: Activations | None = None) -> Activations:
+        """The input, which itself is never written, and what the first norm makes of it."""
+        from fastlayer.kernels import rowwise
+
+        rows = x.contiguous().view(-1, self.shape[-1])
+        if into is None:
+            into = Activations(torch.empty_like(rows), torch.empty_like(rows, dtype=torch.float16))
+        rowwise.normalise(rows, self._layers[0].shift1, into.residual, into.normed)
+        return into
+
+    def inside(self, state: Activations, mask: torch.Tensor | None) -> None:
+        """All layers, in the residual's place."""
+        batch, tokens, _ = self.shape
         # Under causality no valid token reads an invalid one; otherwise keys are masked.
-        masks = [None] * self._parts if mask is None or self.causal else mask.chunk(self._parts)
-        parts = [
-            _Part(self, part, own, key_mask)
-            for part, own, key_mask in zip(
-                x.chunk(self._parts), out.chunk(self._parts), masks, strict=False
-            )
-        ]
-        with torch.cuda.device_of(x), _Streams(self._streams, x, len(parts)) as on:
+        keys = None if mask is None or self.causal else mask[:, None, None, :]
+        parts = []
+        for samples in torch.arange(batch).chunk(self._parts):
+            first, end = int(samples[0]), int(samples[-1]) + 1
+            rows = slice(first * tokens, end * tokens)
+            own_keys = None if keys is None else keys[first:end]
+            residual, normed = state.residual[rows], state.normed[rows]
+            parts.append(_Part(self, end - first, residual, normed, own_keys))
+        streams, device = self._streams, state.residual.device
+        with torch.cuda.device_of(state.residual), _Streams(streams, device, len(parts)) as on:
             for layer in self._layers:
                 for index, part in enumerate(parts):
                     on(index)
                     part.advance(layer)
-            for index, part in enumerate(parts):
-                on(index)
-                part.finish(self._layers[-1].owed, *self._final)
-        return zero_invalid(out, mask)
+
+    def leave(
+        self, state: Activations, mask: torch.Tensor | None, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The last norm of the residual, zero where ``mask`` is."""
+        from fastlayer.kernels import rowwise
+
+        out = state.residual.new_empty(self.shape) if into is None else into
+        rowwise.finish(
+            state.residual, self._layers[-1].owed, *self._final, out.view(-1, out.shape[-1])
+        )
+        return out if mask is None else out.masked_fill_(~mask[:, :, None], 0.0)
 
 
 class _Part:
     """Some samples on their way through the layers."""
 
     def __init__(
-        self, body: HalfBody, x: torch.Tensor, out: torch.Tensor, mask: torch.Tensor | None
+        self,
+        body: HalfBody,
+        batch: int,
+        residual: torch.Tensor,
+        normed: torch.Tensor,
+        keys: torch.Tensor | None,
     ) -> None:
         self._body = body
-        self._shape = x.shape
-        self._x = x.view(-1, x.shape[-1])
-        self._out = out.view(-1, x.shape[-1])
-        self._mask = None if mask is None else mask[:, None, None, :]
-        self._residual: torch.Tensor | None = None
+        self._batch = batch
+        self._residual = residual
+        self._normed: torch.Tensor | None = normed
+        self._keys = keys
 
     def advance(self, layer: FoldedLayer) -> None:
         from fastlayer.kernels import products, rowwise
 
-        if self._residual is None:
-            # The input itself is never written.
-            self._residual = torch.empty_like(self._x)
-            h = rowwise.normalise(self._x, layer.shift1, self._residual)
-        else:
+        h, self._normed = self._normed, None
+        if h is None:
             h = rowwise.normalise(self._residual, layer.shift1)
         qkv = torch.addmm(layer.qkv_bias, h, layer.qkv.t())
         accumulate(self._residual, self._attend(qkv), layer.out)
@@ -270,38 +310,32 @@ class _Part:
         hidden = products.activated(h, layer.ffn_in, layer.ffn_in_bias, tile)
         accumulate(self._residual, hidden, layer.ffn_out)
 
-    def finish(self, owed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> None:
-        from fastlayer.kernels import rowwise
-
-        assert self._residual is not None
-        rowwise.finish(self._residual, owed, weight, bias, self._out)
-
     def _attend(self, qkv: torch.Tensor) -> torch.Tensor:
         """Context ``[B N, d]`` from ``qkv [B N, 3 d]`` on strided views of heads."""
-        batch, tokens, width = self._shape
-        heads = self._body.heads
+        heads, width = self._body.heads, self._body.shape[-1]
         if self._body.own_attention:
             from fastlayer.kernels import products
 
-            return products.attend(qkv, batch, heads, self._body.causal)
-        q, k, v = qkv.view(batch, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+            return products.attend(qkv, self._batch, heads, self._body.causal)
+        shape = (self._batch, -1, 3, heads, width // heads)
+        q, k, v = qkv.view(shape).permute(2, 0, 3, 1, 4).unbind(0)
         with sdpa_kernel(_BACKENDS):
             context = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=self._mask, is_causal=self._body.causal
+                q, k, v, attn_mask=self._keys, is_causal=self._body.causal
             )
-        return context.transpose(1, 2).reshape(batch * tokens, width)
+        return context.transpose(1, 2).reshape(-1, width)
 
 
 class _Streams:
     """The current stream and as many beside it as parts need, forked on entry, joined on exit."""
 
-    def __init__(self, known: list[torch.cuda.Stream], x: torch.Tensor, parts: int) -> None:
-        self._parts = parts if x.is_cuda else 1
+    def __init__(self, known: list[torch.cuda.Stream], device: torch.device, parts: int) -> None:
+        self._parts = parts if device.type == "cuda" else 1
         if self._parts == 1:
             return
         while len(known) < parts - 1:
-            known.append(torch.cuda.Stream(x.device))
-        self._main = torch.cuda.current_stream(x.device)
+            known.append(torch.cuda.Stream(device))
+        self._main = torch.cuda.current_stream(device)
         self._all = [self._main, *known[: parts - 1]]
 
     def __enter__(self) -> Callable[[int], None]:

@@ -10,7 +10,6 @@ import torch
 from layer_support import assert_accepted, make_pair, masks, small
 
 from fastlayer import CASES, FastTransformer, MaskKind, make_inputs
-from fastlayer.graphs import GraphedCall
 from fastlayer.routes import launches
 from fastlayer.routes.batch_stream import working_set_samples
 
@@ -221,7 +220,7 @@ def test_a_failed_capture_runs_eagerly_and_says_so():
         return x * float(x.sum().item() > 0)
 
     _, model = graph_pair()
-    call = GraphedCall(model._runtime.state.graphs, synchronising, notes.append)
+    call = model._runtime.state.graphs.bind(synchronising, notes.append)
     x = torch.ones(2, 3, 4, device="cuda")
     assert torch.equal(call(x, None), x)
     assert torch.equal(call(-x, None), torch.zeros_like(x))
