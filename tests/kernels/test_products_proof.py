@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,12 +74,16 @@ def test_a_proof_without_a_gpu_dies_and_says_why() -> None:
         proof.prove_apart(CLAIM)
 
 
+#: A kernel that is off by one unit of float16's last place every other time.
+ODD = itertools.cycle((0, 1))
+
+
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
         (lambda out, exact: None, "differs from float64 in 12 of 12"),
         (lambda out, exact: out.copy_(exact * 1.02), "differs from float64"),
-        (lambda out, exact: out.copy_(exact + 1e-4 * torch.rand(())), "two results for one input"),
+        (lambda out, exact: out.copy_(exact + 1e-3 * next(ODD)), "two results for one input"),
     ],
     ids=["nothing written", "two percent", "varying"],
 )
