@@ -380,6 +380,18 @@ def test_an_error_of_the_sink_is_the_callers() -> None:
         stream(reference(CONFIG), inputs(CONFIG), sink)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 2, 40])
+@pytest.mark.parametrize("piece", [1, 3 * 128, 10**6])
+def test_what_crosses_the_bus_in_pieces_arrives_whole(
+    rows: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "_PIECE_BYTES", piece)
+    source = torch.randn(rows, 32)
+    target = torch.full_like(source, float("nan"))
+    streaming._cross(source, target)
+    assert torch.equal(source, target)
+
+
 class FakeEvent:
     """Remembers whether the work it stands for was waited for."""
 
