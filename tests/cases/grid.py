@@ -1,4 +1,4 @@
-"""The cases' stress grid (``--fastlayer-stress``): the route that was chosen, at a small batch."""
+"""The cases' stress grid (``--fastlayer-stress``): the route that was chosen, on many inputs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,20 @@ from fastlayer import FastTransformer, TransformerConfig, make_inputs
 from fastlayer.errors import RouteError, RouteRefused
 from pytest_fastlayer.stress import Stress, padding_and_scale
 
-#: Batch of the grid: every path of a route, at a hundredth of case 6.
-STRESS_BATCH = 8
+#: Elements of an activation up to which the grid runs the whole batch. What is compared with must
+#: round as it does in the case: case 7's reference computes scores in float32 at batch 8, and every
+#: product at 16 and 32, but in TF32 at its own 64 (H200, cuBLAS of CUDA 13.0).
+WHOLE_ELEMENTS = 2**20
+#: Elements that a larger case is cut to, but no less than two samples.
+REDUCED_ELEMENTS = 2**18
+
+
+def stress_batch(config: TransformerConfig) -> int:
+    """The batch of the grid: the case's own where a forward of it is short."""
+    if config.activation_elements <= WHOLE_ELEMENTS:
+        return config.batch_size
+    sample = config.activation_elements // config.batch_size
+    return min(config.batch_size, max(2, REDUCED_ELEMENTS // sample))
 
 
 class Chosen:
@@ -60,7 +72,7 @@ def stress_grid(
 
     ``build(reference, config, **options)`` makes a model with the reference's weights.
     """
-    small = replace(config, batch_size=min(config.batch_size, STRESS_BATCH))
+    small = replace(config, batch_size=stress_batch(config))
 
     def arguments(seed: int, padding_ratio: float, input_scale: float) -> tuple[Any, ...]:
         x, mask = make_inputs(small, seed, device, padding_ratio, input_scale)
