@@ -44,7 +44,7 @@ PLAIN_NAMES = frozenset(
 _CALLED = ("forward", "__call__", "_wrapped_call_impl", "_call_impl")
 
 #: What a call of the reference looks up in each class of its tree.
-_METHODS: dict[type[nn.Module], tuple[str, ...]] = {
+METHODS: dict[type[nn.Module], tuple[str, ...]] = {
     ReferenceTransformer: _CALLED,
     nn.ModuleList: (*_CALLED, "__iter__"),
     ReferenceBlock: _CALLED,
@@ -52,11 +52,11 @@ _METHODS: dict[type[nn.Module], tuple[str, ...]] = {
     nn.LayerNorm: _CALLED,
     nn.Linear: _CALLED,
 }
-_METHOD_GETTERS = [attrgetter(*names) for names in _METHODS.values()]
+_METHOD_GETTERS = [attrgetter(*names) for names in METHODS.values()]
 
 
 def called_methods() -> list[object]:
-    return list(map(call, _METHOD_GETTERS, _METHODS))
+    return list(map(call, _METHOD_GETTERS, METHODS))
 
 
 #: The methods as this package found them; one patched before its import counts as plain.
@@ -91,7 +91,7 @@ def _process_alteration() -> str:
     """Why no module in this process runs as its class was written, or ""."""
     if module_globals._global_forward_hooks or module_globals._global_forward_pre_hooks:
         return "a forward hook is registered for all modules"
-    for kind, present, plain in zip(_METHODS, called_methods(), _PLAIN_METHODS, strict=True):
+    for kind, present, plain in zip(METHODS, called_methods(), _PLAIN_METHODS, strict=True):
         if present != plain:
             return f"a method of the class {kind.__name__} was replaced"
     return ""

@@ -7,7 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from operator import itemgetter
 from typing import Any, Self
 
 import torch
@@ -22,10 +22,11 @@ from fastlayer.alterations import (
     root_alteration,
     tree_alteration,
 )
+from fastlayer.ambient import Ambient, ambient
 from fastlayer.config import SIZE_RULE, TransformerConfig, as_size
 from fastlayer.contract import GIB, ITEMSIZES, Precision, RuntimeContract
 from fastlayer.device import free_bytes, probe
-from fastlayer.dispatch import POLICIES, Decision, Policy, decide
+from fastlayer.dispatch import POLICIES, REFERENCE_ROUTE, Decision, Policy, decide
 from fastlayer.errors import ConfigError, InputError, RouteRefused
 from fastlayer.masks import MaskClassifier, MaskKind
 from fastlayer.reference import ReferenceTransformer
@@ -192,7 +193,7 @@ class FastTransformer(ReferenceTransformer):
         """How this call would be computed, and why, as text to print. Runs nothing."""
         _check_dense(x)
         runtime = self._own_runtime()
-        runtime.state.refresh(_ambient(x)[-1])
+        runtime.state.refresh(ambient(x)[-1])
         kind = self._mask_kind(x, valid_token_mask, runtime)
         return self._decide(self._contract(x, kind, compiling=False)).explain()
 
@@ -221,26 +222,31 @@ class FastTransformer(ReferenceTransformer):
     def _call(
         self, x: torch.Tensor, valid_token_mask: torch.Tensor | None, compiling: bool
     ) -> torch.Tensor:
-        runtime = self._own_runtime()
+        own = self.__dict__  # a lookup on a module itself is dear
+        runtime: _Runtime = own["_runtime"]
         state = runtime.state
-        ambient = _ambient(x)
+        if state.module is not self:
+            runtime = self._own_runtime()
+            state = runtime.state
+        around = ambient(x)
         kind = MaskKind.NONE
         if valid_token_mask is not None:
             kind = self._mask_kind(x, valid_token_mask, runtime)
         mask = None if kind is MaskKind.NONE or not kind.masks else valid_token_mask
-        if self.launch is not runtime.launch or self.admissions is not runtime.admissions:
-            runtime.choose_by(self.launch, self.admissions)
+        launch, admissions = own["launch"], own["admissions"]
+        if launch is not runtime.launch or admissions is not runtime.admissions:
+            runtime.choose_by(launch, admissions)
         result: torch.Tensor | None = None
         version = state.version
-        key = self._key(version, x, kind, ambient, compiling, runtime)
+        key = _key(version, x, kind, around, _options(own), compiling, state)
         last, plan = runtime.last
         if key != last:
             plan = None
         elif plan is not None and plan.ahead:
             result = plan.run(x, mask)
-        if state.refresh(ambient[-1]) != version:
+        if state.refresh(around[-1]) != version:
             plan = result = None
-            key = self._key(state.version, x, kind, ambient, compiling, runtime)
+            key = _key(state.version, x, kind, around, _options(own), compiling, state)
         if plan is None:
             plan = self._planned(key, x, kind, compiling, runtime)
         if result is None:
@@ -252,33 +258,6 @@ class FastTransformer(ReferenceTransformer):
             state.measured = ()
         runtime.decision = plan.decision
         return result
-
-    def _key(
-        self,
-        version: int,
-        x: torch.Tensor,
-        kind: MaskKind,
-        ambient: _Ambient,
-        compiling: bool,
-        runtime: _Runtime,
-    ) -> Hashable:
-        """Everything that a decision follows from, but for the free memory."""
-        return (
-            version,
-            x.shape,
-            x.dtype,
-            x.device,
-            type(x),
-            _is_lazy(x),
-            kind,
-            self._records_grad(x, runtime),
-            ambient,
-            self.training,
-            compiling,
-            self.policy,
-            self.route,
-            self.working_set_bytes,
-        )
 
     def _planned(
         self, key: Hashable, x: torch.Tensor, kind: MaskKind, compiling: bool, runtime: _Runtime
@@ -310,6 +289,10 @@ class FastTransformer(ReferenceTransformer):
         route = route_named(decision.route)
         assert route is not None
         run = route.bind(runtime.state, decision.contract, decision.launch)
+        if decision.contract.device.type == "cuda" and decision.route != REFERENCE_ROUTE:
+            from fastlayer.kernels.unchanged import compiled
+
+            runtime.state.prove_by(compiled())
         return _Plan(decision, run, ahead=getattr(run, "reads_copies", False))
 
     def _decide(self, contract: RuntimeContract) -> Decision:
@@ -319,10 +302,9 @@ class FastTransformer(ReferenceTransformer):
     def _contract(self, x: torch.Tensor, kind: MaskKind, compiling: bool) -> RuntimeContract:
         dtype = _check_input(x, self._shape.d_model)
         batch, tokens, _ = x.shape
-        runtime = self._own_runtime()
-        state = runtime.state
+        state = self._own_runtime().state
         altered = state.altered or _unusual(x)
-        inference, autocast, precision, deterministic, capturing = _ambient(x)
+        inference, autocast, matmul, tf32, deterministic, capturing = ambient(x)
         parameter = self.final_norm.weight
         if not altered and not autocast and parameter.dtype != x.dtype:
             raise InputError(
@@ -344,8 +326,8 @@ class FastTransformer(ReferenceTransformer):
             device=device,
             dtype=dtype,
             mask=kind,
-            precision=precision,
-            grad=self._records_grad(x, runtime),
+            precision=Precision(matmul, tf32),
+            grad=_records_grad(x, state),
             inference=inference,
             training=self.training,
             autocast=autocast,
@@ -360,13 +342,6 @@ class FastTransformer(ReferenceTransformer):
         if _is_memory_bound(contract) and not capturing:
             return replace(contract, available_bytes=_available(x.device))
         return contract
-
-    @staticmethod
-    def _records_grad(x: torch.Tensor, runtime: _Runtime) -> bool:
-        """Whether autograd would record a call with ``x``, or carry tangents through it."""
-        if forward_ad._current_level >= 0:
-            return True
-        return torch.is_grad_enabled() and (x.requires_grad or runtime.state.requires_grad)
 
     def _mask_kind(self, x: torch.Tensor, mask: torch.Tensor | None, runtime: _Runtime) -> MaskKind:
         if mask is None:
@@ -475,46 +450,39 @@ class _Runtime:
             self.plans.popitem(last=False)
 
 
-_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_autocast_exists = cache(torch.amp.is_autocast_available)
-_is_capturing = torch.cuda.is_current_stream_capturing
+_options = itemgetter("training", "policy", "route", "working_set_bytes")
 
 
-def _public_fp32_precision(backend: str, operation: str) -> str:
-    value: str = getattr(getattr(torch.backends, backend), operation).fp32_precision
-    return value
-
-
-#: ``torch.backends.<backend>.<operation>.fp32_precision``, without a lookup that must fail first.
-_fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", _public_fp32_precision)
-
-#: (inference mode, autocast dtype or "", precision, deterministic, capturing)
-_Ambient = tuple[bool, str, Precision, bool, bool]
-
-_PRECISIONS: dict[tuple[str, bool], Precision] = {}
-
-
-def _ambient(x: torch.Tensor) -> _Ambient:
-    """Process and thread state as it concerns ``x``, in the order of ``_Ambient``."""
-    device_type = "cuda" if x.is_cuda else x.device.type
-    try:
-        matmul = torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch refuses to answer once its older and newer settings were mixed
-        matmul = "mixed"
-    tf32 = _fp32_precision("cuda", "matmul") == "tf32"
-    precision = _PRECISIONS.get((matmul, tf32))
-    if precision is None:
-        precision = _PRECISIONS[matmul, tf32] = Precision(matmul, tf32)
-    autocast = ""
-    if _autocast_exists(device_type) and torch.is_autocast_enabled(device_type):
-        autocast = str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
+def _key(
+    version: int,
+    x: torch.Tensor,
+    kind: MaskKind,
+    around: Ambient,
+    options: tuple[object, ...],
+    compiling: bool,
+    state: ModelState,
+) -> Hashable:
+    """Everything that a decision follows from, but for the free memory."""
     return (
-        torch.is_inference_mode_enabled(),
-        autocast,
-        precision,
-        torch.are_deterministic_algorithms_enabled(),
-        device_type == "cuda" and _is_capturing(),
+        version,
+        x.shape,
+        x.dtype,
+        x.device,
+        type(x),
+        _is_lazy(x),
+        kind,
+        _records_grad(x, state),
+        around,
+        options,
+        compiling,
     )
+
+
+def _records_grad(x: torch.Tensor, state: ModelState) -> bool:
+    """Whether autograd would record a call with ``x``, or carry tangents through it."""
+    if forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and (x.requires_grad or state.requires_grad)
 
 
 def _is_memory_bound(contract: RuntimeContract) -> bool:
@@ -577,6 +545,9 @@ def _mask_error(x: torch.Tensor, mask: object) -> InputError:
         f"shape {tuple(x.shape[:2])}, torch.bool, on {x.device}",
         "True marks a valid token; pass None where every token is valid.",
     )
+
+
+_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def _is_lazy(x: torch.Tensor) -> bool:
