@@ -365,6 +365,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
     options = parser.parse_args(None if arguments is None else list(arguments))
     if options.gates < 1:
         parser.error(f"--gates is {options.gates}: expected at least 1")
+    if options.output:
+        try:
+            options.output.open("a").close()
+        except OSError as error:
+            parser.error(f"--output {options.output} cannot be written: {error.strerror}")
     rows = []
     recordings = [load_recorded(path, quads) for path in options.recorded for quads in (50, 4)]
     for stream in (*STREAMS, *recordings):

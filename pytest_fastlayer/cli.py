@@ -45,7 +45,7 @@ exit codes:
   10  slower than the baseline, more memory, or below the noise floor (update: refused,
       also where a case is green by its base alone and the stored figure is better)
   11  incorrect or dishonest
-  12  inconclusive or unresolvable
+  12  inconclusive, unresolvable or unjudged
   13  not comparable: stored for another reference, workload or method, or a stored
       figure that NEW lacks; another device's with --require-baseline
   14  missing baseline: OLD does not exist, or lacks the case with --require-baseline

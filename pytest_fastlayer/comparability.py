@@ -22,8 +22,8 @@ def obstacle(
     if not device.matches(baseline.device):
         return (
             Verdict.OTHER_MACHINE,
-            f"{where} was measured on {_describe(baseline.device)}, this run on "
-            f"{_describe(device)}: store this machine's own with --fastlayer-update-baseline",
+            f"{where} was measured on {describe(baseline.device)}, this run on "
+            f"{describe(device)}: store this machine's own with --fastlayer-update-baseline",
         )
     stored = baseline.cases.get(name)
     if stored is None or stored.timing is None:
@@ -78,7 +78,8 @@ def _clock(timing: Timing) -> str:
     return "cuda_events" if timing.method.clock == "published" else timing.method.clock
 
 
-def _describe(device: Device) -> str:
+def describe(device: Device) -> str:
+    """A device with all that decides comparability, for a message."""
     units = "multiprocessors" if device.type == "cuda" else "threads"
     capability = "capability {}.{}, ".format(*device.capability) if device.capability else ""
     return f"{device.name} ({capability}{device.multiprocessors} {units}, {device.memory_mib} MiB)"

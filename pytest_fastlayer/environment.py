@@ -13,7 +13,14 @@ import torch
 from pytest_fastlayer import records
 from pytest_fastlayer.nvml import NvmlMonitor, driver_version
 
-__all__ = ["NvmlMonitor", "device_record", "git_commit", "precision_record", "software_record"]
+__all__ = [
+    "NvmlMonitor",
+    "device_record",
+    "git_commit",
+    "possible_devices",
+    "precision_record",
+    "software_record",
+]
 
 _MIB = 1024 * 1024
 
@@ -78,6 +85,15 @@ def choose_device(asked: str) -> str:
     if asked == "auto":
         return "cuda" if available else "cpu"
     return asked
+
+
+def possible_devices(asked: str) -> list[records.Device]:
+    """Devices that a run may measure on, the chosen one first.
+
+    The CPU is always among them: a test may hold its tensors there, whatever was asked for.
+    """
+    gpus = torch.cuda.device_count() if choose_device(asked) == "cuda" else 0
+    return [device_record(f"cuda:{i}") for i in range(gpus)] + [device_record("cpu")]
 
 
 def software_record() -> records.Software:

@@ -17,7 +17,7 @@ import pytest
 from pytest_fastlayer.base.protocol import SERVER
 from pytest_fastlayer.base.trees import Base
 from pytest_fastlayer.options import Settings
-from pytest_fastlayer.session import Run, record_of
+from pytest_fastlayer.session import Run, payload_of, recordable
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -34,6 +34,8 @@ SETTINGS = pytest.StashKey[Settings]()
 RUN = pytest.StashKey[Run]()
 BASE = pytest.StashKey[Base]()
 PAYLOADS = pytest.StashKey[list[dict[str, Any]]]()
+#: Who measured a case, by its name: of this process.
+OWNERS = pytest.StashKey[dict[str, str]]()
 
 
 def _marker(item: pytest.Item, name: str) -> dict[str, Any]:
@@ -108,15 +110,6 @@ class Progress:
                 self._reporter.write_line(line)
 
 
-def _encodable(value: Any) -> Any:
-    """Text that UTF-8 can hold, however deep it lies: a lone surrogate becomes its escape."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode("utf-8")
-    if isinstance(value, dict):
-        return {_encodable(key): _encodable(one) for key, one in value.items()}
-    return [_encodable(one) for one in value] if isinstance(value, list) else value
-
-
 def _replay_command(item: pytest.Item) -> str:
     return f"pytest {shlex.quote(item.nodeid)}"
 
@@ -151,7 +144,7 @@ def _terms(item: pytest.Item) -> Terms:
 def _workbench(item: pytest.Item) -> Workbench:
     from pytest_fastlayer.pairing.workbench import Workbench
 
-    return Workbench(_terms(item), base=_base_request(item))
+    return Workbench(_terms(item), item.config.stash[RUN].stored, base=_base_request(item))
 
 
 class Paired:
@@ -167,6 +160,7 @@ class Paired:
         from pytest_fastlayer import gate
 
         self._workbench = _workbench(item)
+        self._names: set[str] = set()
         # Taken now, before the test builds a candidate that might replace them.
         self._changes = self._workbench.watch.changes
         self._is_failure = gate.is_failure
@@ -220,6 +214,7 @@ class Paired:
         if self._server is not None:
             self._server.unsupported(name, reason)
         else:
+            self._claim(name)
             case = unsupported(reason, label or name, workload or {})
             self._record(name, case, self._workbench.header(torch.device(self.device)))
         pytest.skip(f"UNSUPPORTED: {reason}")
@@ -314,6 +309,7 @@ class Paired:
         )
         if self._server is not None:
             return self._server.serve(pair)
+        self._claim(name)
         outcome = self._workbench.run(pair)
         case = outcome.case
         self._record(name, case, outcome.header)
@@ -321,6 +317,8 @@ class Paired:
         if changes:
             found = "; ".join(changes)
             pytest.fail(f"DISHONEST: {name}: the run was tampered with: {found}", pytrace=False)
+        if outcome.error is not None:
+            raise outcome.error
         if self._is_failure(case.verdict, self._workbench.terms.policy()):
             text = f"{case.verdict}: {name}: {case.reason}"
             more = f"\n{outcome.message}" if outcome.message else ""
@@ -329,19 +327,33 @@ class Paired:
             pytest.skip(f"UNSUPPORTED: {case.reason}")
         return case
 
-    def _record(self, name: str, case: CaseRecord, header: Mapping[str, Any]) -> None:
-        payloads = self._item.stash.setdefault(PAYLOADS, [])
-        if any(payload["name"] == name for payload in payloads):
+    def _claim(self, name: str) -> None:
+        """Before anything is measured: two cases of one name could not both be recorded."""
+        nodeid = self._item.nodeid
+        if name in self._names:
             raise pytest.UsageError(
-                f"{self._item.nodeid} measured two cases named {name!r}; names must differ"
+                f"{nodeid} measures two cases named {name!r}; names must differ"
             )
+        owner = self._item.config.stash.setdefault(OWNERS, {}).setdefault(name, nodeid)
+        if owner != nodeid:
+            raise pytest.UsageError(
+                f"case {name!r} was measured by {owner} and again by {nodeid}; give each call of "
+                "'paired' a name of its own"
+            )
+        self._names.add(name)
+
+    def _record(self, name: str, case: CaseRecord, header: Mapping[str, Any]) -> None:
+        """Now, while it is known whose it is: nothing may keep the whole run from being written."""
+        from pytest_fastlayer.baselines import BaselineError
+
         case = case.model_copy(update={"nodeid": self._item.nodeid})
-        payload = _encodable(
-            {"name": name, "case": case.model_dump(mode="json"), "header": dict(header)}
-        )
-        # Now, while it is known whose it is: nothing may keep the whole run from being written.
-        record_of(payload)
-        payloads.append(payload)
+        payloads = self._item.stash.setdefault(PAYLOADS, [])
+        try:
+            payloads.append(payload_of(name, case, header))
+        except BaselineError as error:
+            kept = recordable(name, case, header, f"{error}; what a record can hold is kept")
+            payloads.append(payload_of(name, kept, header))
+            raise
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """From one case's record, a baseline and a policy to a verdict with its reason. Pure.
 
-Order of judgement, the first that applies: DISHONEST, INCORRECT; then, of a case without a figure,
+Order of judgement, the first that applies: UNJUDGED, where measuring the case broke off; DISHONEST,
+INCORRECT; then, of a case without a figure,
 UNSUPPORTED, UNRESOLVABLE or INCONCLUSIVE as whoever measured it said, else ACCURATE; then against
 the baseline MORE_MEMORY and SLOWER; then on its own BELOW_FLOOR and INCONCLUSIVE; then
 STALE_BASELINE, OTHER_MACHINE, NO_BASELINE, FASTER, PASS.
@@ -87,7 +88,8 @@ def judge(
     """
     blocked = _blocked(case)
     if blocked is not None:
-        return _with(case, blocked, timing=None, comparison=None)
+        keeps = blocked.verdict is Verdict.UNJUDGED
+        return _with(case, blocked, timing=case.timing if keeps else None, comparison=None)
     timing = case.timing
     if timing is None:
         text = f"{_accuracy(case)}; not timed"
@@ -140,6 +142,17 @@ def judge_failure(case: CaseRecord, error: statistics.SamplesError) -> CaseRecor
     return _with(case, finding, timing=None, comparison=None)
 
 
+def unjudged(case: CaseRecord, why: str) -> CaseRecord:
+    """A copy of ``case`` with what was measured before something raised; ``why`` says what.
+
+    A timing is kept unless the figures beside it have already shown that it is not earned.
+    """
+    if case.verdict is not Verdict.ACCURATE:
+        why = f"{why}; until then {case.verdict}: {case.reason}"
+    timing = case.timing if _blocked(case) is None else None
+    return _with(case, Finding(Verdict.UNJUDGED, why), timing=timing)
+
+
 def needs_extension(timing: Timing, policy: Policy) -> bool:
     """Whether more pairs could decide: the interval straddles the bar and looks remain."""
     low, high = _interval(timing)
@@ -171,7 +184,8 @@ def judge_run(
     """All cases after Holm's full procedure over the run's comparisons; same keys, same order.
 
     Further cases may turn SLOWER; none that the item-time step failed turns green again, nor
-    does a case change of which something worse than SLOWER was said, or MORE_MEMORY. Names in
+    does a case change of which something worse than SLOWER was said, or MORE_MEMORY, or whose
+    judgement broke off. Names in
     ``policy.accepted`` stay as they are. ``drop_of`` says which comparison of a case counts.
     """
     found = {name: drop_of(case) for name, case in cases.items()}
@@ -179,7 +193,7 @@ def judge_run(
     rejected = statistics.holm([drop.p_value for drop in drops.values()], policy.alpha)
     judged = dict(cases)
     for (name, drop), is_slower in zip(drops.items(), rejected, strict=True):
-        fails_worse = cases[name].verdict is Verdict.MORE_MEMORY
+        fails_worse = cases[name].verdict in (Verdict.MORE_MEMORY, Verdict.UNJUDGED)
         if is_slower and drop.is_beyond and not fails_worse and name not in policy.accepted:
             text = drop.tell(f"p = {drop.p_value:.2g}, Holm over {len(drops)} cases")
             judged[name] = _with(cases[name], Finding(Verdict.SLOWER, text))
@@ -202,6 +216,7 @@ EXIT_CODES: dict[Verdict, int] = {
     Verdict.BELOW_FLOOR: 10,
     Verdict.INCONCLUSIVE: 12,
     Verdict.UNRESOLVABLE: 12,
+    Verdict.UNJUDGED: 12,
     Verdict.STALE_BASELINE: 13,
     Verdict.OTHER_MACHINE: 13,
     Verdict.NO_BASELINE: 14,
@@ -211,8 +226,9 @@ EXIT_CODES: dict[Verdict, int] = {
 def exit_code(verdicts: Iterable[Verdict], policy: Policy) -> int:
     """0 when nothing fails, else the code of the most serious failing verdict.
 
-    10 slower (also more memory, or below its floor), 11 incorrect or dishonest, 12 inconclusive,
-    13 not comparable, 14 missing baseline. 2 is left to usage errors.
+    10 slower (also more memory, or below its floor), 11 incorrect or dishonest, 12 inconclusive
+    (also unresolvable or unjudged), 13 not comparable, 14 missing baseline. 2 is left to usage
+    errors.
     """
     failing = {verdict for verdict in verdicts if is_failure(verdict, policy)}
     return next((code for verdict, code in EXIT_CODES.items() if verdict in failing), 0)
@@ -274,6 +290,8 @@ _SETTLED = frozenset({Verdict.UNSUPPORTED, Verdict.UNRESOLVABLE, Verdict.INCONCL
 
 def _blocked(case: CaseRecord) -> Finding | None:
     """What forbids judging speed at all."""
+    if case.verdict is Verdict.UNJUDGED:
+        return Finding(case.verdict, case.reason)
     caught = [probe for probe in case.probes if not probe.passed]
     if caught:
         said = "; ".join(f"{probe.name}: {probe.message or 'failed'}" for probe in caught)

@@ -7,6 +7,7 @@ to what it must be and how that is said.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
@@ -19,6 +20,8 @@ from pytest_fastlayer.records import Facts, Model, ReferenceKind, Work
 _FACTS: TypeAdapter[dict[str, Any]] = TypeAdapter(Facts)
 #: How much of a wrong value is quoted.
 SHOWN = 80
+#: Bytes of JSON that a candidate may say of itself: a record of many cases must stay readable.
+MAX_DESCRIPTION = 1 << 20
 
 
 class HandedError(ValueError):
@@ -81,7 +84,6 @@ FACTS = Rule(
     _validates(_FACTS), "a mapping from str to what JSON can hold, numbers among it finite"
 )
 FACTORIES = Rule(_are_factories, "a mapping from names to callables that build one each")
-COUNT = Rule(_is_count, "an int of at least 1")
 NOT_NEGATIVE = Rule(lambda v: _is_number(v) and v >= 0, "a finite number of at least 0")
 POSITIVE = Rule(lambda v: _is_number(v) and v > 0, "a finite number above 0")
 
@@ -120,7 +122,7 @@ STRESS = {
 MARKERS = {
     "tolerance": {"atol": NOT_NEGATIVE, "rtol": NOT_NEGATIVE, "mode": one_of("either", "sum")},
     "paired_timing": {
-        "pairs": COUNT,
+        "pairs": Rule(lambda v: _is_count(v) and v >= 2, "an int of at least 2"),
         "settle_s": NOT_NEGATIVE,
         "block_ms": POSITIVE,
         "min_effect": NOT_NEGATIVE,
@@ -163,7 +165,7 @@ def described(given: object, where: str) -> Description:
     if not isinstance(given, Mapping):
         raise HandedError(f"{where}: describe gave {shown(given)}; expected {expected}")
     try:
-        return Description.model_validate(dict(given))
+        found = Description.model_validate(dict(given))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
@@ -171,3 +173,10 @@ def described(given: object, where: str) -> Description:
             f"{where}: describe gave {shown(first['input'])} for {place}: {first['msg']}; "
             f"expected {expected}"
         ) from None
+    size = len(json.dumps(found.model_dump(mode="json")))
+    if size > MAX_DESCRIPTION:
+        raise HandedError(
+            f"{where}: describe gave {size / 2**20:.1f} MiB of text; expected at most "
+            f"{MAX_DESCRIPTION / 2**20:.0f} MiB: give the figures, not the data"
+        )
+    return found

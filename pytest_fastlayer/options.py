@@ -44,6 +44,7 @@ def _fraction(text: str) -> float:
 
 
 _count = _positive(int, 1, open_interval=False)
+_pairs = _positive(int, 2, open_interval=False)  # one AB/BA quad
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("rival", "also time this named rival of each pair", str, append=True, metavar="NAME"),
     Option("trace", "write a profiler trace for each case and arm", str, metavar="DIR"),
     Option("aa", "a full-length A/A control for every case"),
-    Option("pairs", "timed pairs per case", _count, ini=True, metavar="N"),
+    Option("pairs", "timed pairs per case", _pairs, ini=True, metavar="N"),
     Option(
         "settle",
         "seconds that both arms run, alternating, before timing",

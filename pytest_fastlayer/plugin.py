@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Generator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -103,7 +102,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
                 check_pinned(path, digest)
         except DigestError as error:
             raise pytest.UsageError(str(error)) from None
-    _check_paths(settings)
+    _check_outputs(settings)
     if settings.device == "cuda":
         from pytest_fastlayer.environment import DeviceUnavailableError, choose_device
 
@@ -123,8 +122,30 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             "--fastlayer-bench under --dist=each would time every case once per worker on the "
             "same device; use --dist=load (the default of -n), or no -n"
         )
-    if settings.base is not None and SERVER not in config.stash:
+    if SERVER in config.stash:
+        return  # the run that this process serves an arm of holds its cases against what is stored
+    if settings.bench and not config.option.collectonly:
+        _check_baseline(config)
+    if settings.base is not None:
         _check_out(settings.base, config)
+
+
+def _check_outputs(settings: Settings) -> None:
+    from pytest_fastlayer.preflight import PreflightError, check_outputs
+
+    try:
+        check_outputs(settings)
+    except PreflightError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def _check_baseline(config: pytest.Config) -> None:
+    from pytest_fastlayer.preflight import PreflightError, check_baseline
+
+    try:
+        check_baseline(config.stash[SETTINGS], config.stash[RUN].stored)
+    except PreflightError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def _check_out(rev: str, config: pytest.Config) -> None:
@@ -160,57 +181,6 @@ def _take_base(config: pytest.Config) -> None:
         config.stash[BASE] = Base.load(dumped)
 
 
-def _check_folder(flag: str, given: Path, folder: Path) -> None:
-    """Can files be written to ``folder``, which is made if it does not exist?
-
-    Nothing is left behind: the nearest folder that exists is tried.
-    """
-    import tempfile
-
-    there = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
-    try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
-    except OSError as error:
-        wrong = f"{there} is not a folder" if not there.is_dir() else f"{there}: {error.strerror}"
-        raise pytest.UsageError(
-            f"--fastlayer-{flag}={given}: files cannot be written there: {wrong}; give another "
-            "place"
-        ) from None
-
-
-def _check_paths(settings: Settings) -> None:
-    """What cannot be read or written is said before minutes are spent on measuring."""
-    for flag, path in (
-        ("json", settings.json),
-        ("markdown", settings.markdown),
-        ("html", settings.html),
-    ):
-        if path is not None and path.is_dir():
-            raise pytest.UsageError(f"--fastlayer-{flag}={path}: expected a file, got a folder")
-        if path is not None:
-            _check_folder(flag, path, path.parent)
-            if path.exists() and not os.access(path, os.W_OK):
-                raise pytest.UsageError(f"--fastlayer-{flag}={path}: the file cannot be written")
-    if settings.trace is not None:
-        _check_folder("trace", settings.trace, settings.trace)
-    given = settings.baseline
-    if not settings.bench or not settings.baseline_given or settings.update_baseline:
-        return
-    if not given.exists():
-        raise pytest.UsageError(
-            f"--fastlayer-baseline={given}: it does not exist; give a record or a folder of "
-            "<device>.json files, or create it with --fastlayer-update-baseline"
-        )
-    if given.is_file():
-        from pytest_fastlayer import baselines
-
-        try:
-            baselines.load(given)
-        except baselines.BaselineError as error:
-            raise pytest.UsageError(f"--fastlayer-baseline: {error}") from None
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.stash[SETTINGS].bench:
         return
@@ -237,9 +207,12 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     payloads = item.stash.get(PAYLOADS, [])
-    if call.when == "call" and payloads:
+    # With the report of the test's call; where a fixture measured, and that is not to come or has
+    # been, with the one there is.
+    if payloads and (call.when != "setup" or not report.passed):
         # A plain attribute of JSON types: xdist carries it to the controller with the report.
         report.fastlayer = list(payloads)  # type: ignore[attr-defined]
+        payloads.clear()
     return report
 
 

@@ -69,6 +69,7 @@ class Verdict(StrEnum):
     OTHER_MACHINE = "OTHER_MACHINE"  #: green on its own; stored figures are another device's
     UNSUPPORTED = "UNSUPPORTED"  #: this machine cannot hold or finish the case; says why
     ACCURATE = "ACCURATE"  #: accuracy and honesty checked, not timed
+    UNJUDGED = "UNJUDGED"  #: measured in part or whole, and then something raised; says what
 
 
 #: Verdicts that let a run pass without a word.

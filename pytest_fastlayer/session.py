@@ -9,9 +9,11 @@ record for each: a record describes one device.
 from __future__ import annotations
 
 import datetime
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from pytest_fastlayer.baselines import Merge
     from pytest_fastlayer.gate import Policy
     from pytest_fastlayer.records import CaseRecord, RunRecord
+    from pytest_fastlayer.stored import Stored
 
 
 @dataclass
@@ -30,6 +33,7 @@ class Outcome:
     record: RunRecord
     baseline: Path
     merge: Merge | None = None
+    is_saved: bool = False  #: in a file, by itself or in the baseline
 
 
 @dataclass
@@ -50,6 +54,13 @@ class Run:
     outcomes: list[Outcome] = field(default_factory=list)
     written: list[Path] = field(default_factory=list)
 
+    @cached_property
+    def stored(self) -> Stored:
+        """What this process holds its cases against."""
+        from pytest_fastlayer.stored import Stored
+
+        return Stored(self.settings)
+
     def add(self, payload: Mapping[str, Any], nodeid: str) -> None:
         """Take one case as a worker sent it: ``{"name", "case", "header"}``."""
         name, header = payload["name"], payload["header"]
@@ -69,8 +80,7 @@ class Run:
             if self.settings.update_baseline:
                 self.errors.append("no case was measured, so no baseline was updated")
             return not self.errors
-        from pytest_fastlayer import baselines, gate
-        from pytest_fastlayer.base import judging
+        from pytest_fastlayer import gate
         from pytest_fastlayer.records import RunRecord
 
         policy = make_policy(self.settings, family_size=sum(map(len, self.cases.values())))
@@ -79,7 +89,7 @@ class Run:
             before = self._readable(raw, self.headers[device])
             if not before:
                 continue
-            after = gate.judge_run(before, policy, judging.drop)
+            after = self._judged(before, policy)
             self.errors += newly_red(before, after, policy)
             green &= not any(gate.is_failure(case.verdict, policy) for case in after.values())
             record = RunRecord.model_validate(
@@ -90,8 +100,7 @@ class Run:
                     **self.headers[device],
                 }
             )
-            where = baselines.find(self.settings.baseline, record.device)
-            self.outcomes.append(Outcome(record, where))
+            self.outcomes.append(Outcome(record, self.stored.path(record.device)))
         unknown = sorted(self.settings.accept - set(self.owners))
         if unknown:
             self.errors.append(
@@ -103,7 +112,22 @@ class Run:
         self._write()
         if self.settings.update_baseline:
             self._update_baselines()
+        self._rescue()
         return green and not self.errors
+
+    def _judged(self, cases: dict[str, CaseRecord], policy: Policy) -> dict[str, CaseRecord]:
+        """The cases after the whole run's judgement, or as their items judged them."""
+        from pytest_fastlayer import gate
+        from pytest_fastlayer.base import judging
+
+        try:
+            return gate.judge_run(cases, policy, judging.drop)
+        except Exception as error:  # a fault of this plugin's, which must cost no figure
+            self.errors.append(
+                "the run as a whole could not be judged, and every case has the verdict of its "
+                f"test alone: {type(error).__name__}: {error}"
+            )
+            return cases
 
     def _readable(
         self, raw: Mapping[str, Mapping[str, Any]], header: Mapping[str, Any]
@@ -128,7 +152,7 @@ class Run:
         known = set(self.owners)
         for outcome in self.outcomes:
             try:
-                stored = baselines.load(outcome.baseline) if outcome.baseline.exists() else None
+                stored = self.stored.of(outcome.record.device)
             except baselines.BaselineError as error:
                 self.errors.append(str(error))
                 continue
@@ -149,7 +173,8 @@ class Run:
                 # One device, one file; further devices get their name in theirs.
                 slug = f".{outcome.record.device.slug}" if index else ""
                 path = target.with_name(f"{target.stem}{slug}{target.suffix}")
-                self._attempt(path, partial(baselines.save, outcome.record, path))
+                saved = self._attempt(path, partial(baselines.save, outcome.record, path))
+                outcome.is_saved = outcome.is_saved or saved
         records = [outcome.record for outcome in self.outcomes]
         if self.settings.markdown is not None:
             from pytest_fastlayer.report import markdown
@@ -166,7 +191,7 @@ class Run:
             page = partial(html.render, records)
             self._attempt(self.settings.html, partial(_write_text, self.settings.html, page))
 
-    def _attempt(self, path: Path, write: Callable[[], object]) -> None:
+    def _attempt(self, path: Path, write: Callable[[], object]) -> bool:
         """Write one file; a failure is an error of the run, which keeps its other results."""
         from pytest_fastlayer import baselines
         from pytest_fastlayer.report.html import ReportDependencyError
@@ -178,8 +203,27 @@ class Run:
         except Exception as error:  # whatever a report trips over, the other files are written
             kind = "" if isinstance(error, told) else f"{type(error).__name__}: "
             self.errors.append(f"{path} was not written: {kind}{error}")
-        else:
-            self.written.append(path)
+            return False
+        self.written.append(path)
+        return True
+
+    def _rescue(self) -> None:
+        """A record that should have gone to a file and went to none is kept in a temporary one.
+
+        As text, unread: it may be what no reader accepts, and still hold what took hours.
+        """
+        wanted = self.settings.json or self.settings.update_baseline
+        for outcome in self.outcomes if wanted else ():
+            if outcome.is_saved:
+                continue
+            try:
+                handle, name = tempfile.mkstemp(prefix="fastlayer-run-", suffix=".json")
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    file.write(outcome.record.to_json())
+            except (OSError, ValueError) as error:
+                self.errors.append(f"the record could not be kept in a temporary file: {error}")
+            else:
+                self.errors.append(f"the record was kept in {name}")
 
     def _update_baselines(self) -> None:
         from pytest_fastlayer import baselines
@@ -215,6 +259,7 @@ class Run:
                 )
                 return
             baselines.save(merge.record, path)
+            outcome.is_saved = True
             self.written.append(path)
 
 
@@ -224,6 +269,48 @@ def _write_text(path: Path, render: Callable[[], str]) -> None:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _encodable(value: Any) -> Any:
+    """Text that UTF-8 can hold, however deep it lies: a lone surrogate becomes its escape."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(one) for key, one in value.items()}
+    return [_encodable(one) for one in value] if isinstance(value, list) else value
+
+
+def payload_of(name: str, case: CaseRecord, header: Mapping[str, Any]) -> dict[str, Any]:
+    """A case as it travels on its test's report, looked over while it is known whose it is.
+
+    Raises:
+        BaselineError: a record cannot hold it; says why.
+    """
+    dumped = {"name": name, "case": case.model_dump(mode="json"), "header": dict(header)}
+    payload: dict[str, Any] = _encodable(dumped)
+    record_of(payload)
+    return payload
+
+
+def recordable(name: str, case: CaseRecord, header: Mapping[str, Any], why: str) -> CaseRecord:
+    """As much of a case as a record can hold, field by field, where it cannot hold the whole.
+
+    Its verdict is UNJUDGED, for the reason ``why``.
+    """
+    from pytest_fastlayer import baselines
+    from pytest_fastlayer.records import CaseRecord, Verdict
+
+    kept = CaseRecord(verdict=Verdict.UNJUDGED, reason=why)
+    for field_name in [
+        each for each in CaseRecord.model_fields if each not in ("verdict", "reason")
+    ]:
+        more = kept.model_copy(update={field_name: getattr(case, field_name)})
+        try:
+            payload_of(name, more, header)
+        except baselines.BaselineError:
+            continue
+        kept = more
+    return kept
 
 
 def record_of(payload: Mapping[str, Any]) -> RunRecord:

@@ -156,8 +156,11 @@ def run(
     tolerance: Tolerance,
     progress: Callable[[str], None],
     replay: str = "",
+    keep: Callable[[records.Stress], None] = lambda record: None,
 ) -> Outcome:
     """Both arms on every seed of every cell.
+
+    ``keep`` is given what there is after each cell: all that is left where a later one raises.
 
     Raises:
         StressError: a cell's outputs hold no element, or the reference writes to its inputs.
@@ -171,8 +174,11 @@ def run(
             found, writing = _cell(cell, reference, candidate, seeds, tolerance)
         if writing is not None and not written:
             written = f"in the stress grid, {cell.label}, seed {writing}"
-        cells.append(found.model_copy(update={"route": _route(stress, cell, candidate)}))
+        cells.append(found)
+        keep(records.Stress.of(cells, seeds, stress.note))
+        cells[-1] = found.model_copy(update={"route": _route(stress, cell, candidate)})
     record = records.Stress.of(cells, seeds, stress.note)
+    keep(record)
     message = ""
     if record.failed:
         inputs = next(cell.inputs for cell in stress.cells if cell.label == record.cell)

@@ -19,7 +19,7 @@ from pytest_fastlayer import statistics as stats
 from pytest_fastlayer.feeding import Feed, Stopwatch, arguments
 from pytest_fastlayer.memory import peak_memory
 from pytest_fastlayer.options import Settings
-from pytest_fastlayer.pairing.pair import FIRST_SEED, Pair, UnknownRivalError, first_line
+from pytest_fastlayer.pairing.pair import FIRST_SEED, Draft, Pair, UnknownRivalError, first_line
 from pytest_fastlayer.pairing.terms import Terms
 from pytest_fastlayer.records import Arm, CaseRecord, Verdict
 
@@ -42,20 +42,21 @@ def rivals_asked(pair: Pair, settings: Settings) -> Sequence[str]:
 
 
 def time_rivals(
-    pair: Pair, terms: Terms, names: Sequence[str], device: torch.device
-) -> tuple[Arm, ...]:
+    pair: Pair, terms: Terms, draft: Draft, names: Sequence[str], device: torch.device
+) -> None:
     """These rivals, each measured with half the effort of the pair itself."""
-    return tuple(_arm(pair, terms, name, pair.rivals[name], device, RIVAL_EFFORT) for name in names)
+    for name in names:
+        arm = _arm(pair, terms, name, pair.rivals[name], device, RIVAL_EFFORT)
+        draft.add(rivals=(*draft.case.rivals, arm))
 
 
-def time_variants(pair: Pair, terms: Terms, device: torch.device) -> tuple[Arm, ...]:
+def time_variants(pair: Pair, terms: Terms, draft: Draft, device: torch.device) -> None:
     """The variants that ``--fastlayer-variant`` leaves, all without it."""
     globs = terms.settings.variants or ("*",)
-    return tuple(
-        _arm(pair, terms, name, factory, device, VARIANT_EFFORT)
-        for name, factory in pair.variants.items()
-        if any(fnmatchcase(name, glob) for glob in globs)
-    )
+    for name, factory in pair.variants.items():
+        if any(fnmatchcase(name, glob) for glob in globs):
+            arm = _arm(pair, terms, name, factory, device, VARIANT_EFFORT)
+            draft.add(variants=(*draft.case.variants, arm))
 
 
 def with_fastest(pair: Pair, arms: Sequence[Arm]) -> Pair:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,11 +10,13 @@ import torch
 
 from pytest_fastlayer import accuracy, gate, handed, probes, stress
 from pytest_fastlayer.accuracy_message import explain
+from pytest_fastlayer.baselines import BaselineError
 from pytest_fastlayer.feeding import Stopwatch, arguments
 from pytest_fastlayer.immutable import FrozenReference, freeze
 from pytest_fastlayer.pairing.pair import DEAR_S, FIRST_SEED, Draft, Pair, PairError
 from pytest_fastlayer.pairing.terms import Terms
 from pytest_fastlayer.records import Probe, RootMeanSquare, Verdict
+from pytest_fastlayer.session import payload_of
 
 
 def check_inputs(pair: Pair) -> None:
@@ -27,7 +29,7 @@ def check_inputs(pair: Pair) -> None:
 def check(
     pair: Pair, terms: Terms, draft: Draft, device: torch.device, watch: probes.Watch
 ) -> None:
-    """Accuracy, error against float64, honesty, and what the candidate says of itself.
+    """Accuracy, error against float64, and honesty.
 
     Raises:
         PairError: the reference writes into what both arms are given.
@@ -38,14 +40,23 @@ def check(
         problem = probes.mutated_by(pair.reference, arguments(pair.inputs, FIRST_SEED))
         if problem is not None:
             raise PairError(f"{pair.name}: {problem}")
-    told = pair.describe(pair.candidate) if pair.describe is not None else {}
-    described = handed.described(told, pair.name)
-    draft.add(
-        route=described.route,
-        launch=described.launch,
-        objections=described.objections,
-        notes=described.notes,
-    )
+
+
+def describe(pair: Pair, draft: Draft, header: Mapping[str, Any]) -> None:
+    """What the candidate says of itself, now that it ran.
+
+    Raises:
+        HandedError: it is not what is documented, or a record cannot hold it.
+    """
+    if pair.describe is None:
+        return
+    described = handed.described(pair.describe(pair.candidate), pair.name)
+    told = {name: getattr(described, name) for name in type(described).model_fields}
+    try:
+        payload_of(pair.name, draft.case.model_copy(update=told), header)
+    except BaselineError as error:
+        raise handed.HandedError(f"{pair.name}: describe: {error}") from None
+    draft.add(**told)
 
 
 def _compare(
@@ -70,6 +81,7 @@ def _compare(
         expected |= trial.kept
         merged = merged.merge(trial.comparison)
         used.append(seed)
+        draft.add(accuracy=accuracy.to_record(merged, used, tolerance, None))
     draft.cost = (reference.shortest_s, candidate.shortest_s)
     draft.spare = next(((s, out) for s, out in expected.items() if s != FIRST_SEED), None)
     known = expected.get(FIRST_SEED)
@@ -157,8 +169,8 @@ def check_stress(pair: Pair, terms: Terms, draft: Draft) -> None:
         terms.tolerance(pair.tolerance),
         terms.progress,
         terms.rerun,
+        lambda record: draft.add(stress=record),
     )
-    draft.add(stress=found.record)
     draft.message = found.message
     frozen.verify()
     if found.written:

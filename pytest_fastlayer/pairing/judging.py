@@ -8,36 +8,30 @@ from typing import Any
 
 import torch
 
-from pytest_fastlayer import baselines, gate
+from pytest_fastlayer import gate
 from pytest_fastlayer.base import judging as base_judging
 from pytest_fastlayer.base.client import Request
 from pytest_fastlayer.base.threeway import Question, against_base
 from pytest_fastlayer.pairing.pair import Draft, Pair
 from pytest_fastlayer.pairing.terms import Terms
-from pytest_fastlayer.records import Device, RunRecord, Software
+from pytest_fastlayer.records import Device, Software
+from pytest_fastlayer.stored import Stored
 
 
-def judge(pair: Pair, terms: Terms, draft: Draft, header: Mapping[str, Any]) -> None:
+def judge(
+    pair: Pair, terms: Terms, draft: Draft, header: Mapping[str, Any], stored: Stored
+) -> None:
     """Hold a timed case against the stored baseline; one without a figure stays as it is."""
     if draft.case.timing is None:
         return
-    settings = terms.settings
     device = Device.model_validate(header["device"])
-    path = baselines.find(settings.baseline, device)
-    stored: RunRecord | None = baselines.load(path) if path.exists() else None
-    if stored is None and settings.baseline_given and not settings.update_baseline:
-        raise baselines.BaselineNotFoundError(
-            f"--fastlayer-baseline={settings.baseline}: {path} does not exist; give a "
-            "record or a folder of <device>.json files, or create it with "
-            "--fastlayer-update-baseline"
-        )
     draft.case = gate.judge(
         draft.case,
-        stored,
+        stored.of(device),
         name=pair.name,
         device=device,
         policy=terms.policy(),
-        baseline_path=path.name,
+        baseline_path=stored.path(device).name,
         software=Software.model_validate(header["software"]),
     )
 

@@ -50,10 +50,12 @@ class Draft:
     """The record of a case as far as it has been measured, and what one step hands to the next.
 
     ``message`` explains which elements failed; ``cost`` is seconds a forward of (reference,
-    candidate); ``spare`` a reference output of another seed than the timed one, with that seed.
+    candidate); ``spare`` a reference output of another seed than the timed one, with that seed;
+    ``step`` what is being done with it.
     """
 
     case: CaseRecord
+    step: str = "checked"
     message: str = ""
     cost: tuple[float, float] = (math.inf, math.inf)
     spare: tuple[int, object] | None = None
@@ -62,6 +64,11 @@ class Draft:
     def is_accurate(self) -> bool:
         """So far nothing speaks against timing it."""
         return self.case.verdict is Verdict.ACCURATE
+
+    @property
+    def has_figures(self) -> bool:
+        """Something has been measured that is worth keeping."""
+        return self.case.accuracy is not None or bool(self.case.variants)
 
     def add(self, **figures: Any) -> None:
         """Put fields of the record in."""

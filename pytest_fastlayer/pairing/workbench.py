@@ -7,30 +7,37 @@ for a wrong or dishonest candidate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from pytest_fastlayer import devices, environment, probes
+from pytest_fastlayer import devices, environment, gate, probes
 from pytest_fastlayer.base.client import Request
 from pytest_fastlayer.feeding import arguments
 from pytest_fastlayer.immutable import held_tensors
 from pytest_fastlayer.pairing import arms, checking, judging, speed
-from pytest_fastlayer.pairing.pair import FIRST_SEED, Draft, Pair, device_of
+from pytest_fastlayer.pairing.pair import FIRST_SEED, Draft, Pair, device_of, first_line
 from pytest_fastlayer.pairing.terms import Terms
-from pytest_fastlayer.records import CaseRecord, Timing, Verdict
+from pytest_fastlayer.records import CaseRecord, Device, Timing, Verdict
+from pytest_fastlayer.session import payload_of
+from pytest_fastlayer.stored import Stored
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A judged case, the run header (device, software, settings) and why elements failed."""
+    """A judged case, the run header (device, software, settings) and why elements failed.
+
+    ``error`` is what was raised after something had been measured: the case is then UNJUDGED, and
+    the error is the test's to raise once the case is recorded.
+    """
 
     case: CaseRecord
     header: Mapping[str, Any]
     message: str
+    error: BaseException | None = None
 
 
 @dataclass
@@ -38,17 +45,16 @@ class Workbench:
     """Measures and judges pairs for one test item."""
 
     terms: Terms
-    base: Request | None = None  #: the base that timed cases are held against
+    stored: Stored  #: what timed cases are held against
+    base: Request | None = None  #: and the base, where the run has one
     watch: probes.Watch = field(default_factory=probes.Watch)  #: taken before the candidate runs
 
     def run(self, pair: Pair) -> Outcome:
-        """Measure and judge a pair."""
-        terms, settings = self.terms, self.terms.settings
-        device = device_of(arguments(pair.inputs, FIRST_SEED), held_tensors(pair.reference.target))
-        header = self.header(device)
-        locked = partial(devices.device_lock, devices.lock_key_for(device.type))
-        checking.check_inputs(pair)
-        rivals = arms.rivals_asked(pair, settings)
+        """Measure and judge a pair.
+
+        What can be known beforehand is looked at first, and raised before anything is measured.
+        """
+        settings = self.terms.settings
         draft = Draft(
             CaseRecord(
                 verdict=Verdict.ACCURATE,
@@ -60,25 +66,59 @@ class Workbench:
                 precision=environment.precision_record(),
             )
         )
+        device = device_of(arguments(pair.inputs, FIRST_SEED), held_tensors(pair.reference.target))
+        header = self.header(device)
+        payload_of(pair.name, draft.case, header)
+        self.terms.tolerance(pair.tolerance)
+        rivals: Sequence[str] = ()
+        if settings.bench:
+            rivals = arms.rivals_asked(pair, settings)
+            self.terms.schedule(device, pair.reference_kind).plan()
+            self.stored.of(Device.model_validate(header["device"]))
+        checking.check_inputs(pair)
+        try:
+            self._measure(pair, draft, device, header, rivals)
+        except BaseException as error:  # a skip or an interrupt, too, must not cost the figures
+            if not draft.has_figures:
+                raise
+            why = f"{first_line(error)}, raised while the case was {draft.step}"
+            case = gate.unjudged(draft.case, f"{why}; what had been measured is kept")
+            return Outcome(case, header, draft.message, error)
+        return Outcome(draft.case, header, draft.message)
+
+    def _measure(
+        self,
+        pair: Pair,
+        draft: Draft,
+        device: torch.device,
+        header: Mapping[str, Any],
+        rivals: Sequence[str],
+    ) -> None:
+        terms, settings = self.terms, self.terms.settings
+        locked = partial(devices.device_lock, devices.lock_key_for(device.type))
         if settings.admit and pair.variants:
             with locked(exclusive=True), torch.no_grad():
-                draft.add(variants=arms.time_variants(pair, terms, device))
+                arms.time_variants(pair, terms, draft, device)
                 pair = arms.with_fastest(pair, draft.case.variants)
         with locked(exclusive=False), torch.no_grad():
             checking.check(pair, terms, draft, device, self.watch)
+            checking.describe(pair, draft, header)
             if draft.is_accurate:
+                draft.step = "stressed"
                 checking.check_stress(pair, terms, draft)
         if draft.is_accurate and settings.bench:
+            draft.step = "timed"
             with locked(exclusive=True), torch.no_grad():
                 speed.time_pair(pair, terms, draft, device, self.watch)
                 if draft.case.timing is not None:
-                    draft.add(rivals=arms.time_rivals(pair, terms, rivals, device))
+                    arms.time_rivals(pair, terms, draft, rivals, device)
                     pair.reference.verify()
-            judging.judge(pair, terms, draft, header)
+            draft.step = "judged"
+            judging.judge(pair, terms, draft, header, self.stored)
         if self.base is not None and draft.case.timing is not None:
+            draft.step = "held against its base"
             with locked(exclusive=True):
                 judging.hold_against_base(pair, terms, draft, self.base, device)
-        return Outcome(draft.case, header, draft.message)
 
     def time_callables(
         self,

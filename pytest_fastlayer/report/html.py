@@ -36,6 +36,18 @@ class ReportDependencyError(ImportError):
     """jinja2 or matplotlib is not installed."""
 
 
+def check_dependencies() -> None:
+    """Raises ReportDependencyError where jinja2 or matplotlib cannot be imported."""
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ReportDependencyError(
+            f"HTML reports need jinja2 and matplotlib ({error}): "
+            "pip install 'pytest-fastlayer[report]'"
+        ) from error
+
+
 @dataclass(frozen=True)
 class Detail:
     """One case in full."""
@@ -96,14 +108,9 @@ def render(records: Sequence[RunRecord]) -> str:
     """
     if not records:
         raise ValueError("a report needs at least one record")
-    try:
-        import jinja2
-        import matplotlib as _  # noqa: F401
-    except ImportError as error:
-        raise ReportDependencyError(
-            f"HTML reports need jinja2 and matplotlib ({error}): "
-            "pip install 'pytest-fastlayer[report]'"
-        ) from error
+    check_dependencies()
+    import jinja2
+
     folder = resources.files("pytest_fastlayer.report") / "templates"
     sources = {entry.name: entry.read_text(encoding="utf-8") for entry in folder.iterdir()}
     environment = jinja2.Environment(

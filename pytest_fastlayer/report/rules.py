@@ -29,6 +29,8 @@ RULES: dict[Verdict, str] = {
     "device's.",
     Verdict.UNSUPPORTED: "UNSUPPORTED: this machine cannot hold the case or finish it in time.",
     Verdict.ACCURATE: "ACCURATE: accuracy and honesty were checked, and nothing was timed.",
+    Verdict.UNJUDGED: "UNJUDGED: something raised before there was a verdict; what had been "
+    "measured until then is kept, and neither a pass nor a failure can be claimed.",
 }
 DIAGNOSTIC_PASS = (
     "PASS: every element in tolerance, honest, and no more memory than stored; a ratio over an "
@@ -79,6 +81,7 @@ ADVICE: dict[Verdict, tuple[str, ...]] = {
         "rules it out",
     ),
     Verdict.ACCURATE: ("time it with --fastlayer-bench",),
+    Verdict.UNJUDGED: ("mend what the test's failure shows, and measure again",),
 }
 #: Where a noise floor came from, and what lowers it.
 FLOOR_SOURCES = {

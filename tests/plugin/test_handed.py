@@ -69,11 +69,22 @@ def test_what_is_handed_over_wrongly_costs_no_other_case(project, bench, record)
     shown = result.stdout.str()
     assert [told for _, told in WRONG if told not in shown] == []
     assert "INTERNALERROR" not in shown
-    assert list(record()["cases"]) == ["sound"]
+    cases = record()["cases"]
+    assert cases.pop("sound")["verdict"] == "NO_BASELINE"
+    # What came to light only when the candidate had run costs none of its figures.
+    late = [
+        n
+        for n, (_, told) in enumerate(WRONG)
+        if told.startswith(("describe gave", "for ", "the stress"))
+    ]
+    assert cases.keys() == {f"faulty_{n}" for n in late}
+    assert {case["verdict"] for case in cases.values()} == {"UNJUDGED"}
+    assert {case["accuracy"]["failed"] for case in cases.values()} == {0}
 
 
 MARKED_WRONG = [
     ("paired_timing(pairs=24.5)", "pairs: given 24.5 (float); expected an int"),
+    ("paired_timing(pairs=1)", "pairs: given 1 (int); expected an int of at least 2"),
     ("paired_timing(min_effect=-1)", "min_effect: given -1 (int)"),
     ("paired_timing(block_ms=float('nan'))", "block_ms: given nan (float)"),
     ("paired_timing(l2='hot')", "l2: given 'hot' (str); expected 'warm' or 'cold'"),

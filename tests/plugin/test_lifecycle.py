@@ -92,8 +92,8 @@ def test_corrupt_baseline_is_named_and_left_alone(project, bench, pytester):
     (path,) = (pytester.path / "base").glob("*.json")
     path.write_text('{"schema_version": 1, "cases"')
     result = bench("--fastlayer-update-baseline", "--fastlayer-baseline=base")
-    assert result.ret == 1
-    result.stdout.fnmatch_lines([f"*{path.name}*"])
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*{path.name}*"])
     assert path.read_text() == '{"schema_version": 1, "cases"'
 
 

@@ -17,7 +17,8 @@ def test_layer_norm(paired):
 @pytest.mark.parametrize(
     ("flag", "expected"),
     [
-        ("--fastlayer-pairs=0", "*at least 1*"),
+        ("--fastlayer-pairs=1", "*at least 2*"),
+        ("--fastlayer-seeds=0", "*at least 1*"),
         ("--fastlayer-pairs=many", "*many*"),
         ("--fastlayer-block-ms=-1", "*above 0*"),
         ("--fastlayer-block-ms=inf", "*finite*"),
