@@ -33,7 +33,9 @@ _is_deterministic: Callable[[], bool] = getattr(
 #: Whether autocast is on for CPUs, CUDA, or some others; where torch does not tell, it may be.
 _any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _autocast_exists = cache(torch.amp.is_autocast_available)
-_is_capturing = torch.cuda.is_current_stream_capturing
+_is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 
 
 def ambient(x: torch.Tensor) -> Ambient:

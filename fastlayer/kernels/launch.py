@@ -132,9 +132,11 @@ class Step:
         tensor; its launcher takes addresses as they are.
         """
         assert self._run is not None
-        source = out if self.continues else x
-        grid = (self.programs, 1, 1)
-        self._run(*grid, stream, *self._fixed, source, out, *self._head, lengths, *self._tail)
+        if self.continues:
+            x = out
+        self._run(
+            self.programs, 1, 1, stream, *self._fixed, x, out, *self._head, lengths, *self._tail
+        )
 
     def observed(self, x: int, out: int, lengths: int, stream: int) -> None:
         """As ``again``, with the metadata that Triton's launch hooks are given."""
@@ -170,17 +172,21 @@ class Program:
         int32 counts each sample's valid tokens and is given exactly if the program is masked.
         ``stream`` is the current stream's handle, for callers who know it already.
         """
-        last = x if lengths is None else lengths
         if not self._ready:
+            last = x if lengths is None else lengths
             compiled = [step.first(x, out, last) for step in self.steps]
             self._ready = all(compiled)
             return
         if stream is None:
             stream = torch.cuda.current_stream(x.device).cuda_stream
-        source, target, counts = x.data_ptr(), out.data_ptr(), last.data_ptr()
-        launch = Step.observed if _is_observed() else Step.again
+        source, target = x.data_ptr(), out.data_ptr()
+        counts = source if lengths is None else lengths.data_ptr()
+        if _is_observed():
+            for step in self.steps:
+                step.observed(source, target, counts, stream)
+            return
         for step in self.steps:
-            launch(step, source, target, counts, stream)
+            step.again(source, target, counts, stream)
 
 
 def _common(launch: Launch, sizes: FusedSizes, packed: Operands, masked: bool) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 /* Whether facts about a module tree still hold, each by identity: see unchanged.py.
  *
  * Of a torch.Tensor its version counter and address are read by torch's own accessors, called
- * without what Python puts around a call. Of dictionaries, from Python 3.12 on, a watcher counts
- * the events: while their number stays, no watched dictionary was written to, and none is read. */
+ * without what Python puts around a call. Of dictionaries a watcher counts the events: while their
+ * number stays, no watched dictionary was written to, and none is read. Only Python 3.12 has one
+ * that can be relied on: 3.13 does not tell it of every attribute that is set on an instance. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -13,7 +14,9 @@ static PyObject *whatever;              /* stands for a value that does not matt
 
 static unsigned long long events = 1; /* of all watched dictionaries; 0 is before any */
 
-#if PY_VERSION_HEX >= 0x030C0000
+#define HAS_WATCHER (PY_VERSION_HEX >= 0x030C0000 && PY_VERSION_HEX < 0x030D0000)
+
+#if HAS_WATCHER
 static int watcher = -1;
 
 static int count_event(PyDict_WatchEvent event, PyObject *dict, PyObject *key, PyObject *value) {
@@ -69,6 +72,15 @@ static int same_attributes(PyObject *facts) {
     return 1;
 }
 
+/* Of two natural numbers; gives up the first, which is NULL if reading it failed. */
+static int same_number(PyObject *read, PyObject *held) {
+    if (read == NULL)
+        return -1;
+    int same = read == held || PyLong_AsSize_t(read) == PyLong_AsSize_t(held);
+    Py_DECREF(read);
+    return same;
+}
+
 /* (tensor, version, address, ...). */
 static int same_tensors(PyObject *facts) {
     PyTypeObject *known = NULL;
@@ -81,22 +93,14 @@ static int same_tensors(PyObject *facts) {
                 return 0;
         }
         PyGetSetDef *getter = version_of->d_getset;
-        PyObject *read = getter->get(tensor, getter->closure);
-        if (read == NULL)
-            return -1;
-        int same = PyLong_AsUnsignedLongLong(read) ==
-                   PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(facts, i + 1));
-        Py_DECREF(read);
-        if (!same)
-            return 0;
-        read = address_of->d_method->ml_meth(tensor, NULL);
-        if (read == NULL)
-            return -1;
-        same = PyLong_AsUnsignedLongLong(read) ==
-               PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(facts, i + 2));
-        Py_DECREF(read);
-        if (!same)
-            return 0;
+        PyObject *version = getter->get(tensor, getter->closure);
+        int same = same_number(version, PyTuple_GET_ITEM(facts, i + 1));
+        if (same != 1)
+            return same;
+        PyObject *address = address_of->d_method->ml_meth(tensor, NULL);
+        same = same_number(address, PyTuple_GET_ITEM(facts, i + 2));
+        if (same != 1)
+            return same;
     }
     return 1;
 }
@@ -191,7 +195,7 @@ PyMODINIT_FUNC PyInit_fastlayer_unchanged(void) {
         Py_DECREF(module);
         return NULL;
     }
-#if PY_VERSION_HEX >= 0x030C0000
+#if HAS_WATCHER
     watcher = PyDict_AddWatcher(count_event);
     if (watcher < 0)
         PyErr_Clear(); /* others took all there are */

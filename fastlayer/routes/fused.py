@@ -189,21 +189,25 @@ class _FusedCall:
         if not x.numel():
             return out
         lengths = mask.sum(1, dtype=torch.int32) if self._masked and mask is not None else None
-        if _current_device() == self._index:
-            self._run(x, out, lengths)
-        else:
-            with torch.cuda.device(self._index):
-                self._run(x, out, lengths)
+        index = self._index
+        if _current_device() != index:
+            with torch.cuda.device(index):
+                stream = current_stream(index)
+                self._program(stream)(x, out, lengths, stream)
+            return out
+        stream = current_stream(index)
+        program = self._programs.get(stream) or self._program(stream)
+        program(x, out, lengths, stream)
         return out
 
-    def _run(self, x: torch.Tensor, out: torch.Tensor, lengths: torch.Tensor | None) -> None:
-        stream = current_stream(self._index)
+    def _program(self, stream: int) -> Program:
+        """That stream's program, on the current device."""
         program = self._programs.get(stream)
         if program is None:
             program = self._programs[stream] = self._new_program()
             if len(self._programs) > _STREAMS:
                 self._programs.popitem(last=False)
-        program(x, out, lengths, stream)
+        return program
 
     def _new_program(self) -> Program:
         from fastlayer.kernels.launch import Program, new_workspace

@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 from torch.nn.utils import parametrizations, prune
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastlayer import FastTransformer, InputError, ReferenceTransformer, make_inputs
@@ -324,6 +325,12 @@ def call_otherwise(model):
     layer._call_impl = lambda t: nn.Linear.forward(layer, t) * 0.5
 
 
+def forward_in_a_name_s_place(model):
+    layer = model.layers[0].ffn_in
+    del layer.in_features
+    layer.forward = lambda t: nn.Linear.forward(layer, t) * 0.5
+
+
 #: Edits of the module tree that leave every parameter as it is.
 QUIET = {
     "attention's forward": forward_of_a_module("layers.1.attention"),
@@ -331,6 +338,7 @@ QUIET = {
     "a projection's forward": forward_of_a_module("layers.0.attention.v_proj"),
     "a block's forward": forward_of_a_module("layers.1"),
     "the final norm's forward": forward_of_a_module("final_norm"),
+    "a forward in a name's place": forward_in_a_name_s_place,
     "a helper method": split_otherwise,
     "the call itself": call_otherwise,
     "epsilon": setting("layers.0.norm1", "eps", 0.5),
@@ -584,3 +592,166 @@ def test_another_launch_or_other_admissions_decide_anew(model, x):
         model.launch = {"packed_qkv": True}
         model(x)
         assert model.last_decision.launch == {"packed_qkv": True}
+
+
+def replaced(model, name, parameter):
+    path, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(path), leaf, nn.Parameter(parameter.clone()))
+
+
+def retyped(model, name, parameter):
+    model.get_submodule(name.rpartition(".")[0]).double()
+
+
+def within_inference_mode(model, name, parameter):
+    with torch.inference_mode():
+        parameter.mul_(1.5)
+
+
+def swapped(model, name, parameter):
+    torch.utils.swap_tensors(parameter, nn.Parameter(parameter.clone()))
+
+
+EDITS = {
+    "in place": lambda m, name, p: p.mul_(1.5),
+    "one element": lambda m, name, p: p.view(-1)[-1:].fill_(2.0),
+    "in inference mode": within_inference_mode,
+    "new data": lambda m, name, p: setattr(p, "data", p.clone()),
+    "copied": lambda m, name, p: m.load_state_dict({name: p + 1.0}, strict=False),
+    "assigned": lambda m, name, p: m.load_state_dict({name: p + 1.0}, strict=False, assign=True),
+    "a new parameter": replaced,
+    "swapped": swapped,
+    "another dtype": retyped,
+}
+
+
+def looked_over(model):
+    """The state of a model that was found unchanged, whichever way it is looked over."""
+    state = model._runtime.state
+    version = state.refresh()
+    assert state.refresh() == version
+    return state, version
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+def test_an_edit_of_any_one_parameter_is_seen(model, edit):
+    with torch.no_grad():
+        for name, parameter in list(model.named_parameters()):
+            state, version = looked_over(model)
+            edit(model, name, parameter)
+            assert state.refresh() == version + 1, name
+            model.float()
+
+
+def forward_patched(module):
+    module.forward = lambda *arguments: arguments[0]
+
+
+def in_a_new_dictionary(module):
+    module._forward_pre_hooks = OrderedDict({1: lambda module, arguments: None})
+
+
+CHANGES = {
+    "a hook": lambda module: module.register_forward_hook(lambda *arguments: None),
+    "a pre-hook": lambda module: module.register_forward_pre_hook(lambda *arguments: None),
+    "a hook in a new dictionary": in_a_new_dictionary,
+    "a forward": forward_patched,
+    "an attribute": lambda module: setattr(module, "tag", 1),
+    "a class": lambda module: setattr(module, "__class__", type("Own", (type(module),), {})),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_change_of_any_one_module_is_seen(model, change):
+    for name, module in list(model.named_modules())[1:]:
+        state, version = looked_over(model)
+        change(module)
+        assert state.refresh() == version + 1, name
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+
+
+def test_a_submodule_replaced_removed_or_put_back_anywhere_is_seen(model):
+    for name, module in list(model.named_modules())[1:]:
+        path, _, leaf = name.rpartition(".")
+        parent = model.get_submodule(path)
+        for put in (copy.deepcopy(module), None, module):
+            state, version = looked_over(model)
+            parent._modules[leaf] = put
+            assert state.refresh() == version + 1, name
+        state, version = looked_over(model)
+        del parent._modules[leaf]
+        assert state.refresh() == version + 1, name
+        parent._modules[leaf] = module
+
+
+def test_layers_that_changed_places(model, x):
+    with torch.no_grad():
+        before = model(x)
+        layers = model.layers._modules
+        layers["0"], layers["1"] = layers["1"], layers["0"]
+        assert_accepted(model(x), dense(model, x))
+        assert (model(x) - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("position", [0, 17, -1])
+@pytest.mark.parametrize("how", ["in place", "new data"])
+def test_an_edit_while_a_call_runs_is_seen_by_it(model, x, position, how):
+    """As by another thread, after the launch and before anything is looked over."""
+    _, plan = model._runtime.last
+    plan.ahead, run = True, plan.run
+    parameter = list(model.parameters())[position]
+
+    def interrupted(*arguments):
+        result = run(*arguments)
+        if how == "in place":
+            parameter.add_(0.5)
+        else:
+            parameter.data = parameter + 0.5
+        return result
+
+    plan.run = interrupted
+    with torch.no_grad():
+        assert_accepted(model(x), dense(model, x))
+
+
+def test_what_surrounds_a_warm_call_is_seen(model, x):
+    with torch.no_grad():
+        plain = model(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(model(x), dense(model, x))
+            assert model.last_decision.route == "dense"
+        torch.use_deterministic_algorithms(True)
+        try:
+            model(x)
+            assert model.last_decision.route == "dense"
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert torch.equal(model(x), plain)
+        assert model.last_decision.route == "sdpa"
+
+
+class PassingOn(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_edits_are_seen_within_a_function_mode(model, x):
+    with torch.no_grad(), PassingOn():
+        model(x)
+        for parameter in (model.layers[0].norm1.weight, model.final_norm.bias):
+            parameter.add_(0.5)
+            assert_accepted(model(x), dense(model, x))
+            assert model.last_decision.route == "sdpa"
+
+
+def test_what_is_only_touched_is_not_packed_anew(model, x):
+    with torch.no_grad():
+        version = model._runtime.state.version
+        model.train().eval().requires_grad_(False).to(torch.float32)
+        model.final_norm.eps = float(str(model.final_norm.eps))  # equal, and another object
+        for module in model.modules():
+            module.training = not module.training
+        for _ in range(2):
+            model(x)
+    assert model._runtime.state.version == version
