@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,6 +65,25 @@ class PoisonedAllocations(TorchDispatchMode):
             elif result.untyped_storage().nbytes():
                 storage_bytes(result).fill_(_POISON)
         return result
+
+
+class _Undecorated(PoisonedAllocations):
+    """The same without what torch puts around the dispatch of every mode to keep Dynamo out."""
+
+
+_Undecorated.__torch_dispatch__ = inspect.unwrap(  # type: ignore[method-assign]
+    PoisonedAllocations.__torch_dispatch__
+)
+
+
+def poisoned_allocations() -> PoisonedAllocations:
+    """A ``PoisonedAllocations`` to enter, after the candidate has run at least once.
+
+    What torch puts around a mode's dispatch imports Dynamo, which takes a second of CPU: it is
+    done without where nothing has imported Dynamo yet, and so nothing that ran is compiled.
+    """
+    mode = PoisonedAllocations if "torch._dynamo" in sys.modules else _Undecorated
+    return mode()  # type: ignore[no-untyped-call]  # torch's own __init__
 
 
 def poison_free_memory(like: object) -> None:

@@ -28,10 +28,10 @@ from pytest_fastlayer.probes.checks import (
     still_changing,
 )
 from pytest_fastlayer.probes.memory import (
-    PoisonedAllocations,
     is_overlapping,
     overwrite,
     poison_free_memory,
+    poisoned_allocations,
     storage_bytes,
     storage_keys,
     veiled,
@@ -235,7 +235,7 @@ class _Run:
     def unwritten_output(self) -> None:
         """Every allocation, and all freed memory, holds NaN: what is returned must be written."""
         poison_free_memory(self.want)
-        with PoisonedAllocations():  # type: ignore[no-untyped-call]  # torch's own __init__
+        with poisoned_allocations():
             output = self.call("poisoned memory", self.want)
         wrong = self.failing(output, self.want)
         self.record(

@@ -48,7 +48,7 @@ def explain(name: str, case: CaseRecord, device: Device | None = None) -> list[s
         list(_memory(case.peak_mib)),
         [f"The candidate says: {text.plain(note, 400)}" for note in case.notes],
         list(_comparison(case)),
-        [] if case.base is None else list(_base(case.base, case.is_diagnostic)),
+        [] if case.base is None else list(_base(case.base, case)),
         [*_arms("Rival", case.rivals, case), *_arms("Variant", case.variants, case)],
     ]
     for paragraph in paragraphs:
@@ -132,7 +132,7 @@ def _memory(peak: PeakMemory | None) -> Iterator[str]:
         yield f"Memory. The candidate's peak is {text.mib(peak.candidate)} MiB{beside}."
 
 
-def _base(base: BaseArm, diagnostic: bool) -> Iterator[str]:
+def _base(base: BaseArm, case: CaseRecord) -> Iterator[str]:
     rev = text.plain(base.rev, 80)
     commit = f" (commit {text.revision(base.commit)})" if base.commit else ""
     timing = base.timing
@@ -152,6 +152,7 @@ def _base(base: BaseArm, diagnostic: bool) -> Iterator[str]:
     p_value = "" if base.p_value is None else f"; one-sided p = {base.p_value:.3g}"
     yield f"A change counts beyond a noise floor of {text.percent(timing.noise_floor)}{p_value}."
     if base.head is not None and base.base is not None:
+        diagnostic = case.is_diagnostic
         yield (
             f"Over the reference, in that schedule, the head came to "
             f"{text.speedup(base.head.value, base.head.ci, diagnostic=diagnostic)} and the base to "
@@ -159,8 +160,13 @@ def _base(base: BaseArm, diagnostic: bool) -> Iterator[str]:
         )
     if base.verdict is Verdict.INCONCLUSIVE:
         yield "That decides nothing, so the stored baseline does, where there is one."
-    else:
+    elif case.comparison is not None:
         yield "This takes the place of the stored baseline: no other day's clock is involved."
+    else:
+        yield (
+            "No stored speed was compared with this one: the base alone says whether it became "
+            "slower, and no other day's clock is involved."
+        )
     yield from _warnings(timing)
 
 

@@ -123,13 +123,23 @@ def project(pytester: pytest.Pytester) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def bench(pytester: pytest.Pytester) -> Callable[..., pytest.RunResult]:
+def lean() -> tuple[str, ...]:
+    """What a process of its own does without.
+
+    To rewrite every assertion of the plugin, and to import hypothesis for a summary of nothing,
+    would take longer than the run.
+    """
+    return ("-p", "no:hypothesispytest", "--assert=plain")
+
+
+@pytest.fixture
+def bench(pytester: pytest.Pytester, lean: tuple[str, ...]) -> Callable[..., pytest.RunResult]:
     """``pytest --fastlayer-bench`` in the stranger's project."""
 
     def start(*args: str, subprocess: bool = False) -> pytest.RunResult:
         runner = pytester.runpytest_subprocess if subprocess else pytester.runpytest_inprocess
         fixed = ("-p", "no:cacheprovider", "--fastlayer-bench", "--fastlayer-json=run.json")
-        return runner(*fixed, *QUICK, *args)
+        return runner(*fixed, *QUICK, *(lean if subprocess else ()), *args)
 
     return start
 

@@ -402,7 +402,7 @@ def test_captured(paired):
         "torch.set_float32_matmul_precision('medium')",
     ],
 )
-def test_tampering_with_the_run_is_named(project, pytester, cheat):
+def test_tampering_with_the_run_is_named(project, pytester, lean, cheat):
     """Whether the candidate is right or wrong: whoever edits the judge has no verdict."""
     project(f"""
 def test_layer_norm(paired):
@@ -412,7 +412,7 @@ def test_layer_norm(paired):
         return fast(module)(x)
     paired("layer_norm", reference=module, candidate=candidate, inputs=inputs)
 """)
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *lean)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*DISHONEST*layer_norm*"])
 

@@ -144,7 +144,7 @@ def pytest_collection_finish(session):
     )
     path = pytester.path / "base" / f"{environment.device_record('cpu').slug}.json"
     baselines.save(record(), path)
-    result = bench("-n2", "--fastlayer-baseline=base")
+    result = bench("-n1", "--fastlayer-baseline=base")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*BaselineNotFoundError*base*does not exist*"])
     assert not (pytester.path / "ran").exists()

@@ -19,8 +19,9 @@ def test_layer_norm(paired):
     [
         "import pytest_fastlayer.plugin, sys; "
         "assert not {'torch', 'numpy', 'pydantic'} & set(sys.modules)",
-        "import fastlayer, sys; assert 'triton' not in sys.modules",
-        "import pytest_fastlayer, sys; assert 'torch' not in sys.modules",
+        # Neither package knows of the other.
+        "import fastlayer, sys; assert not {'triton', 'pytest_fastlayer'} & set(sys.modules)",
+        "import pytest_fastlayer, sys; assert not {'torch', 'fastlayer'} & set(sys.modules)",
         "import pytest_fastlayer.cli, sys; assert 'torch' not in sys.modules",
     ],
 )
@@ -28,15 +29,9 @@ def test_cold_imports(code):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_the_two_packages_know_nothing_of_each_other():
-    for package, other in (("fastlayer", "pytest_fastlayer"), ("pytest_fastlayer", "fastlayer")):
-        code = f"import {package}, sys; assert {other!r} not in sys.modules"
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
 def test_plugin_can_be_disabled(pytester):
     pytester.makepyfile("def test_nothing():\n    pass\n")
-    result = pytester.runpytest_subprocess("-p", "no:fastlayer")
+    result = pytester.runpytest_inprocess("-p", "no:fastlayer")
     result.assert_outcomes(passed=1)
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 
 from pytest_fastlayer.fingerprint import fingerprints
 from pytest_fastlayer.probes.checks import held_output, still_changing
-from pytest_fastlayer.probes.memory import PoisonedAllocations, storage_keys, veiled
+from pytest_fastlayer.probes.memory import (
+    PoisonedAllocations,
+    poisoned_allocations,
+    storage_keys,
+    veiled,
+)
 
 
 def test_an_output_that_torch_lets_nobody_read_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,8 +57,19 @@ def test_an_output_that_is_still_being_written_is_noticed(monkeypatch: pytest.Mo
         lambda: torch.empty(3, dtype=torch.float64).expand(2, 3),
     ],
 )
-def test_every_way_to_allocate_is_poisoned(make: Any) -> None:
-    with PoisonedAllocations():  # type: ignore[no-untyped-call]
+@pytest.mark.parametrize("has_dynamo", [True, False])
+def test_every_way_to_allocate_is_poisoned(
+    make: Any, has_dynamo: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by the mode that is used before anything has imported Dynamo."""
+    if has_dynamo:
+        monkeypatch.setitem(sys.modules, "torch._dynamo", torch._dynamo)
+    else:
+        monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    mode = poisoned_allocations()
+    assert isinstance(mode, PoisonedAllocations)
+    assert (type(mode) is PoisonedAllocations) is has_dynamo
+    with mode:
         assert bool(make().isnan().all())
         assert int(torch.empty(2, dtype=torch.int32)[1]) == -1
         assert bool(torch.empty(2, dtype=torch.bool).all())

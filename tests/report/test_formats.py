@@ -279,7 +279,7 @@ def test_the_legend_is_of_the_columns_that_are_shown():
     ("verdict", "parts"),
     [
         (Verdict.SLOWER, ("The rule. SLOWER: the drop against the base", "both revisions ran")),
-        (Verdict.PASS, ("The rule. PASS", "no drop against the base", "takes the place of")),
+        (Verdict.PASS, ("The rule. PASS", "no drop against the base")),
         (Verdict.FASTER, ("faster than the base", "no other day's clock")),
         (Verdict.INCONCLUSIVE, ("so the stored baseline does",)),
     ],
@@ -296,6 +296,21 @@ def test_a_measured_base_is_explained(verdict, parts):
         *parts,
     ):
         assert part in said, part
+
+
+@pytest.mark.parametrize("verdict", [Verdict.PASS, Verdict.FASTER, Verdict.SLOWER])
+@pytest.mark.parametrize("own", [None, Verdict.NO_BASELINE])
+def test_a_base_takes_the_place_of_what_is_stored_only_where_something_is(verdict, own):
+    takes, alone = "This takes the place of the stored baseline", "No stored speed was compared"
+    held = case(own or verdict, base=base(verdict), comparison=None if own else change())
+    said = "\n".join(explain.explain("a", held))
+    assert (takes in said, alone in said) == ((False, True) if own else (True, False))
+    assert "no other day's clock is involved" in said
+
+
+def test_a_base_beside_an_oracle_takes_no_stored_ratio_s_place():
+    oracle = case(Verdict.PASS, base=base(Verdict.PASS), reference_kind="oracle")
+    assert "No stored speed was compared" in "\n".join(explain.explain("a", oracle))
 
 
 @pytest.mark.parametrize("status", sorted(set(rules.BASE_STATUS) - {"measured"}))

@@ -8,6 +8,10 @@ import xml.etree.ElementTree as ET
 import pytest
 from makers import DEVICE, run
 
+# A run in this process drops the modules that it is the first to import, and torch and numpy do
+# not survive a second import: so all that the end of a run imports comes first.
+from pytest_fastlayer import environment, gate  # noqa: F401
+from pytest_fastlayer.base import judging  # noqa: F401
 from pytest_fastlayer.report import junit
 
 TESTS = """
@@ -53,7 +57,7 @@ def conforms(element: ET.Element) -> None:
         conforms(child)
 
 
-@pytest.mark.parametrize("workers", [[], ["-n2"]], ids=["plain", "xdist"])
+@pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["plain", "xdist"])
 def test_suite_properties(pytester, workers):
     if workers:
         pytest.importorskip("xdist")
@@ -63,7 +67,7 @@ def test_suite_properties(pytester, workers):
     header = record.model_dump(mode="json", include={"device", "software"})
     payload = {"case": record.cases["a"].model_dump(mode="json"), "header": header}
     (pytester.path / "payload.json").write_text(json.dumps(payload))
-    done = pytester.runpytest_subprocess("--junitxml=junit.xml", *workers)
+    done = pytester.runpytest_inprocess("--junitxml=junit.xml", *workers)
     done.assert_outcomes(passed=3)
     root = ET.parse(pytester.path / "junit.xml").getroot()
     conforms(root)
@@ -80,7 +84,7 @@ def test_suite_properties(pytester, workers):
 
 def test_nothing_recorded_adds_nothing(pytester):
     pytester.makepyfile("def test_nothing(): pass")
-    pytester.runpytest_subprocess("--junitxml=junit.xml").assert_outcomes(passed=1)
+    pytester.runpytest_inprocess("--junitxml=junit.xml").assert_outcomes(passed=1)
     root = ET.parse(pytester.path / "junit.xml").getroot()
     assert not list(root.iter("property"))
 
