@@ -7,7 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, Self
 
 import torch
@@ -23,8 +23,9 @@ from fastlayer.alterations import (
     tree_alteration,
 )
 from fastlayer.ambient import Ambient, ambient
+from fastlayer.arguments import check_dense, check_input, check_mask, is_lazy, unusual
 from fastlayer.config import SIZE_RULE, TransformerConfig, as_size
-from fastlayer.contract import GIB, ITEMSIZES, Precision, RuntimeContract
+from fastlayer.contract import GIB, Precision, RuntimeContract
 from fastlayer.device import free_bytes, probe
 from fastlayer.dispatch import POLICIES, REFERENCE_ROUTE, Decision, Policy, decide
 from fastlayer.errors import ConfigError, InputError, RouteRefused
@@ -181,7 +182,7 @@ class FastTransformer(ReferenceTransformer):
             RouteError: an explicit route objects to the call.
             UnsafeFallbackError: no faster route may run and dense would not fit the memory.
         """
-        _check_dense(x)
+        check_dense(x)
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
                 return self._outside_the_trace(x, valid_token_mask)
@@ -191,7 +192,7 @@ class FastTransformer(ReferenceTransformer):
 
     def explain(self, x: torch.Tensor, valid_token_mask: torch.Tensor | None = None) -> str:
         """How this call would be computed, and why, as text to print. Runs nothing."""
-        _check_dense(x)
+        check_dense(x)
         runtime = self._own_runtime()
         runtime.state.refresh(ambient(x)[-1])
         kind = self._mask_kind(x, valid_token_mask, runtime)
@@ -222,23 +223,19 @@ class FastTransformer(ReferenceTransformer):
     def _call(
         self, x: torch.Tensor, valid_token_mask: torch.Tensor | None, compiling: bool
     ) -> torch.Tensor:
-        own = self.__dict__  # a lookup on a module itself is dear
-        runtime: _Runtime = own["_runtime"]
+        runtime = self._own_runtime()
         state = runtime.state
-        if state.module is not self:
-            runtime = self._own_runtime()
-            state = runtime.state
         around = ambient(x)
         kind = MaskKind.NONE
         if valid_token_mask is not None:
             kind = self._mask_kind(x, valid_token_mask, runtime)
         mask = None if kind is MaskKind.NONE or not kind.masks else valid_token_mask
-        launch, admissions = own["launch"], own["admissions"]
+        launch, admissions = self.launch, self.admissions
         if launch is not runtime.launch or admissions is not runtime.admissions:
             runtime.choose_by(launch, admissions)
         result: torch.Tensor | None = None
         version = state.version
-        key = _key(version, x, kind, around, _options(own), compiling, state)
+        key = _key(version, x, kind, around, _options(self), compiling, state)
         last, plan = runtime.last
         if key != last:
             plan = None
@@ -246,7 +243,7 @@ class FastTransformer(ReferenceTransformer):
             result = plan.run(x, mask)
         if state.refresh(around[-1]) != version:
             plan = result = None
-            key = _key(state.version, x, kind, around, _options(own), compiling, state)
+            key = _key(state.version, x, kind, around, _options(self), compiling, state)
         if plan is None:
             plan = self._planned(key, x, kind, compiling, runtime)
         if result is None:
@@ -300,10 +297,10 @@ class FastTransformer(ReferenceTransformer):
         return decide(contract, rows, self.policy, self.route, self.launch)
 
     def _contract(self, x: torch.Tensor, kind: MaskKind, compiling: bool) -> RuntimeContract:
-        dtype = _check_input(x, self._shape.d_model)
+        dtype = check_input(x, self._shape.d_model)
         batch, tokens, _ = x.shape
         state = self._own_runtime().state
-        altered = state.altered or _unusual(x)
+        altered = state.altered or unusual(x)
         inference, autocast, matmul, tf32, deterministic, capturing = ambient(x)
         parameter = self.final_norm.weight
         if not altered and not autocast and parameter.dtype != x.dtype:
@@ -346,13 +343,7 @@ class FastTransformer(ReferenceTransformer):
     def _mask_kind(self, x: torch.Tensor, mask: torch.Tensor | None, runtime: _Runtime) -> MaskKind:
         if mask is None:
             return MaskKind.NONE
-        if not (
-            isinstance(mask, torch.Tensor)
-            and mask.dtype is torch.bool
-            and mask.shape == x.shape[:2]
-            and mask.device == x.device
-        ):
-            raise _mask_error(x, mask)
+        check_mask(mask, x)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             # Reading the mask would break the caller's capture, and its values may differ at
             # replay: the kind that serves every mask is the only safe one.
@@ -361,9 +352,11 @@ class FastTransformer(ReferenceTransformer):
 
     def _own_runtime(self) -> _Runtime:
         """This object's runtime; a replica that was made by copying ``__dict__`` gets its own."""
-        if self._runtime.state.module is not self:
+        runtime = self._runtime
+        if runtime.state.module is not self:
             self._install()
-        return self._runtime
+            runtime = self._runtime
+        return runtime
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -450,7 +443,7 @@ class _Runtime:
             self.plans.popitem(last=False)
 
 
-_options = itemgetter("training", "policy", "route", "working_set_bytes")
+_options = attrgetter("training", "policy", "route", "working_set_bytes")
 
 
 def _key(
@@ -469,7 +462,7 @@ def _key(
         x.dtype,
         x.device,
         type(x),
-        _is_lazy(x),
+        is_lazy(x),
         kind,
         _records_grad(x, state),
         around,
@@ -494,73 +487,3 @@ def _available(device: torch.device) -> int:
     """Free bytes, rounded down to a fraction of the device's memory."""
     step = max(1, probe(device).memory_bytes // _MEMORY_STEPS)
     return free_bytes(device) // step * step
-
-
-def _check_dense(x: object) -> None:
-    """Asked before anything of ``x`` is read: it is a tensor with a value for each index.
-
-    Raises:
-        InputError: it is none, or sparse, or nested.
-    """
-    if not isinstance(x, torch.Tensor):
-        kind, remedy = type(x).__name__, "Pass the activations, e.g. through torch.as_tensor."
-    elif x.is_nested:
-        kind = "a nested tensor"
-        remedy = "Pad it with .to_padded_tensor(0.0) and mark its tokens in valid_token_mask."
-    elif x.layout is not torch.strided:
-        kind, remedy = f"a tensor of layout {x.layout}", "Convert it with .to_dense()."
-    else:
-        return
-    raise InputError("x", kind, "a dense tensor [batch, tokens, d_model]", remedy)
-
-
-def _check_input(x: torch.Tensor, d_model: int) -> str:
-    """The dtype's name.
-
-    Raises:
-        InputError: rank, width or dtype of ``x`` does not fit the model.
-    """
-    if x.dim() != 3 or x.shape[-1] != d_model:
-        raise InputError(
-            "x",
-            f"shape {tuple(x.shape)}",
-            f"[batch, tokens, {d_model}]",
-            "The last dimension is the model's d_model.",
-        )
-    dtype = str(x.dtype).removeprefix("torch.")
-    if dtype not in ITEMSIZES:
-        raise InputError(
-            "x.dtype", dtype, " or ".join(ITEMSIZES), "Convert the input to the model's dtype."
-        )
-    return dtype
-
-
-def _mask_error(x: torch.Tensor, mask: object) -> InputError:
-    given = type(mask).__name__
-    if isinstance(mask, torch.Tensor):
-        given = f"shape {tuple(mask.shape)}, {mask.dtype}, on {mask.device}"
-    return InputError(
-        "valid_token_mask",
-        given,
-        f"shape {tuple(x.shape[:2])}, torch.bool, on {x.device}",
-        "True marks a valid token; pass None where every token is valid.",
-    )
-
-
-_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-
-
-def _is_lazy(x: torch.Tensor) -> bool:
-    """Whether the memory of ``x`` is not what arithmetic on it sees."""
-    return _is_functorch_wrapped(x) or x.is_neg()
-
-
-def _unusual(x: torch.Tensor) -> str:
-    """Why ``x`` is not a plain tensor that a kernel may read, or ""."""
-    if type(x) not in (torch.Tensor, nn.Parameter):
-        return f"the input is a {type(x).__name__}, not a plain tensor"
-    if _is_lazy(x):
-        return "the input is transformed by torch.func, or a view with a pending negation"
-    if not x.numel():
-        return "the input is empty"
-    return ""

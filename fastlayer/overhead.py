@@ -6,7 +6,8 @@ burst, after that wait, are not timed. In microseconds a call:
 
     decision     module call, checks, process state, key: a call that neither looks the parameters
                  over nor runs anything
-    freshness    looking the parameters and modules over
+    freshness    looking the parameters and modules over; by compiled code on a GPU, or by Python
+                 where there is no C compiler (``compiled_freshness`` in the JSON says which)
     allocation   the output
     launch       the route's own call without that allocation; on a CPU it would compute there
     host         all of it, one call after another
@@ -138,6 +139,7 @@ def measure(config: TransformerConfig, device: str, route: str | None, samples: 
         "route": plan.decision.route,
         "launch": dict(plan.decision.launch),
         "ahead": plan.ahead,
+        "compiled_freshness": state.is_proved,
         "microseconds": {name: asdict(value) for name, value in times.items()},
     }
 

@@ -118,6 +118,10 @@ class Watch:
         self._facts = facts
         return True
 
+    @property
+    def is_proved(self) -> bool:
+        return self.prover is not None and bool(self._facts)
+
     def _collect(self, prover: Prover) -> list[Any]:
         """Everything as it is now, for ``prover``."""
         entries: list[tuple[dict[str, Any], tuple[Any, ...]]] = []

@@ -86,6 +86,11 @@ class ModelState:
             self._watch.prover = prover
 
     @property
+    def is_proved(self) -> bool:
+        """Whether compiled code answers for an unchanged model."""
+        return self._watch is not None and self._watch.is_proved
+
+    @property
     def requires_grad(self) -> bool:
         """Whether autograd would follow some parameter; not part of the version."""
         return self._watch is not None and self._watch.requires_grad()

@@ -23,6 +23,7 @@ def test_the_parts_that_a_cpu_has(tmp_path, capsys):
     measured = report["cases"]["12"]
     assert measured["route"] == "sdpa"
     assert not measured["ahead"]
+    assert not measured["compiled_freshness"], "on a CPU nothing is compiled for it"
     assert list(measured["microseconds"]) == ["allocation", "decision", "freshness"]
     for taken in measured["microseconds"].values():
         assert 0 < taken["least"] <= taken["median"]

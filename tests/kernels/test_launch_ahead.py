@@ -4,7 +4,7 @@ are replaced by the reference arithmetic on the weights as they were when each w
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -17,6 +17,7 @@ from fastlayer import CASES, FastTransformer, ReferenceTransformer
 from fastlayer.contract import GIB
 from fastlayer.device import Device
 from fastlayer.kernels import proof
+from fastlayer.kernels.unchanged import compiled
 from fastlayer.routes import fused
 
 H200 = Device("cuda", "NVIDIA H200", 140 * GIB, (9, 0), 132, 232_448)
@@ -105,27 +106,55 @@ def test_a_warm_call_launches_before_it_looks(
     assert len(gpu.launched) == 3
 
 
+def replaced(model: FastTransformer, name: str, parameter: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(path), leaf, torch.nn.Parameter(parameter + 1.0))
+
+
+EDITS: dict[str, Callable[[FastTransformer, str, torch.Tensor], object]] = {
+    "in place": lambda model, name, parameter: parameter.add_(1.0),
+    "another parameter": replaced,
+    "other data": lambda model, name, parameter: setattr(parameter, "data", parameter.data + 1.0),
+    "loaded": lambda model, name, parameter: model.load_state_dict(
+        model.state_dict() | {name: parameter + 1.0}
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 @pytest.mark.parametrize(
-    "edit",
-    [
-        lambda model: model.layers[0].ffn_in.weight.mul_(2.0),
-        lambda model: setattr(
-            model.final_norm, "bias", torch.nn.Parameter(model.final_norm.bias + 1.0)
-        ),
-        lambda model: setattr(model.final_norm.bias, "data", model.final_norm.bias.data + 1.0),
-    ],
-    ids=["in place", "another parameter", "other data"],
+    "name", ["layers.0.norm1.weight", "layers.0.attention.out_proj.weight", "final_norm.bias"]
 )
-def test_an_edit_drops_what_ran_ahead(gpu: FakeGpu, model: FastTransformer, edit: object) -> None:
+def test_an_edit_drops_what_ran_ahead(
+    gpu: FakeGpu,
+    model: FastTransformer,
+    name: str,
+    edit: Callable[[FastTransformer, str, torch.Tensor], object],
+) -> None:
     x = inputs()
     for _ in range(2):
         model(x)
-    edit(model)  # type: ignore[operator]
+    edit(model, name, model.get_parameter(name))
     out = model(x)
     assert len(gpu.launched) == 4, "one ahead, and one with the new weights"
     assert torch.equal(out, ReferenceTransformer.forward(model, x))
     model(x)
     assert len(gpu.launched) == 5
+
+
+def test_compiled_code_looks_a_model_on_a_gpu_over(gpu: FakeGpu, model: FastTransformer) -> None:
+    if compiled() is None:
+        pytest.skip("no C compiler")
+    x, state = inputs(), model._runtime.state
+    assert not state.is_proved
+    for _ in range(2):
+        model(x)
+    assert state.is_proved
+    model.final_norm.bias.add_(1.0)
+    model(x)
+    assert not state.is_proved, "what was collected goes with the weights it was collected of"
+    model(x)
+    assert state.is_proved
 
 
 def test_a_hook_drops_what_ran_ahead(gpu: FakeGpu, model: FastTransformer) -> None:
