@@ -109,10 +109,12 @@ class Watch:
         try:
             if self._facts and prover.unchanged(self._facts):
                 return True
-            # Before comparing: what another thread changes now is found below or by the next call.
-            facts = self._collect(prover)
         except Exception:
-            facts = []  # A name is gone, or data made in inference mode was swapped in.
+            pass  # A name is gone, or data made in inference mode was swapped in.
+        if not self._compare(capturing):
+            return False
+        facts = self._collect(prover)
+        # Once more, for another thread may have changed something before it was collected.
         if not self._compare(capturing):
             return False
         self._facts = facts

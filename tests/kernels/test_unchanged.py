@@ -146,37 +146,39 @@ def test_an_equal_value_is_compared_once(prover: Prover, monkeypatch: pytest.Mon
     model.final_norm.eps = float("1e-5")
     for _ in range(3):
         assert watch.unchanged(False)
-    assert compared == [True, True]
+    assert compared == [True] * 4, "before and after collecting, for each of the two values"
 
 
-def test_a_change_while_the_facts_are_collected_is_noticed(
-    prover: Prover, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moment", ["before collecting", "after collecting", "at the end"])
+def test_a_change_while_facts_are_collected_is_noticed(
+    prover: Prover, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by another thread, between what is collected and what is compared."""
-    for late in (False, True):
-        model = FastTransformer(CASES[12]).requires_grad_(False)
-        watch = Watch(model, prover)
-        collect, compare = watch._collect, watch._compare
+    """As by another thread, at the latest by the next call."""
+    model = FastTransformer(CASES[12]).requires_grad_(False)
+    watch = Watch(model, prover)
+    collect, compare = watch._collect, watch._compare
+    compared: list[bool] = []
 
-        def edit(model: FastTransformer = model) -> None:
+    def edited(now: str) -> None:
+        if now == moment:
             model.final_norm.bias.add_(1.0)
 
-        def collected(by: Prover, collect: Any = collect, edit: Any = edit) -> list[Any]:
-            facts: list[Any] = collect(by)
-            edit()
-            return facts
+    def collecting(by: Prover) -> list[Any]:
+        edited("before collecting")
+        facts = collect(by)
+        edited("after collecting")
+        return facts
 
-        def compared(capturing: bool, compare: Any = compare, edit: Any = edit) -> bool:
-            same: bool = compare(capturing)
-            edit()
-            return same
+    def comparing(capturing: bool) -> bool:
+        compared.append(compare(capturing))
+        if len(compared) == 2:
+            edited("at the end")
+        return compared[-1]
 
-        if late:
-            monkeypatch.setattr(watch, "_compare", compared)
-            assert watch.unchanged(False)
-        else:
-            monkeypatch.setattr(watch, "_collect", collected)
-        assert not watch.unchanged(False)
+    monkeypatch.setattr(watch, "_collect", collecting)
+    monkeypatch.setattr(watch, "_compare", comparing)
+    assert watch.unchanged(False) is (moment == "at the end")
+    assert not watch.unchanged(False)
 
 
 def test_a_model_goes_with_its_facts(prover: Prover) -> None:
