@@ -24,7 +24,7 @@ from pytest_fastlayer.pairing.terms import Terms
 from pytest_fastlayer.records import Arm, CaseRecord, Verdict
 
 #: Share of a full measurement that a rival or a variant gets: enough to rank, not to claim.
-RIVAL_EFFORT, VARIANT_EFFORT = 0.5, 0.1
+RIVAL_EFFORT, VARIANT_EFFORT = 0.25, 0.1
 
 
 def rivals_asked(pair: Pair, settings: Settings) -> Sequence[str]:
@@ -44,7 +44,7 @@ def rivals_asked(pair: Pair, settings: Settings) -> Sequence[str]:
 def time_rivals(
     pair: Pair, terms: Terms, draft: Draft, names: Sequence[str], device: torch.device
 ) -> None:
-    """These rivals, each measured with half the effort of the pair itself."""
+    """These rivals, each measured with a quarter of the effort of the pair itself."""
     for name in names:
         arm = _arm(pair, terms, name, pair.rivals[name], device, RIVAL_EFFORT)
         draft.add(rivals=(*draft.case.rivals, arm))
