@@ -1,7 +1,8 @@
-"""Compiles ``unchanged.c``, which looks a module tree over at a third of what Python takes.
+"""Compiles ``unchanged.c``, which looks a module tree over in a fraction of what Python takes.
 
-A few microseconds, on every call of a model whose kernel takes some thirty. It is built where and
-as Triton builds its own launchers, once a machine, by the C compiler that Triton needs anyway.
+For four layers 4 microseconds rather than 14 (Python 3.12; on 3.11 7 rather than 12), on every call
+of a model whose kernel takes some thirty. It is built where and as Triton builds its own launchers,
+once a machine, by the C compiler that Triton needs anyway.
 """
 
 from __future__ import annotations
