@@ -143,8 +143,10 @@ def _terms(item: pytest.Item) -> Terms:
 
 def _workbench(item: pytest.Item) -> Workbench:
     from pytest_fastlayer.pairing.workbench import Workbench
+    from pytest_fastlayer.stack import with_room
 
-    return Workbench(_terms(item), item.config.stash[RUN].stored, base=_base_request(item))
+    run, base = item.config.stash[RUN], _base_request(item)
+    return with_room(lambda: Workbench(_terms(item), run.stored, base=base))
 
 
 class Paired:
@@ -158,7 +160,9 @@ class Paired:
         if self._server is not None:
             return
         from pytest_fastlayer import gate
+        from pytest_fastlayer.stack import with_room
 
+        self._with_room = with_room
         self._workbench = _workbench(item)
         self._names: set[str] = set()
         # Taken now, before the test builds a candidate that might replace them.
@@ -313,7 +317,7 @@ class Paired:
         outcome = self._workbench.run(pair)
         case = outcome.case
         self._record(name, case, outcome.header)
-        changes = self._changes()
+        changes = self._with_room(self._changes)
         if changes:
             found = "; ".join(changes)
             pytest.fail(f"DISHONEST: {name}: the run was tampered with: {found}", pytrace=False)

@@ -76,8 +76,9 @@ class Server:
             self._others.append(pair.name)
             return CaseRecord(verdict=Verdict.ACCURATE, reason="not the case that is served")
         from pytest_fastlayer.base.arms import Arms
+        from pytest_fastlayer.stack import with_room
 
         with suppress(Closed):
-            Arms(pair, self._job).obey(self._channel)
+            with_room(lambda: Arms(pair, self._job).obey(self._channel))
         self._is_done = True
         pytest.skip("the pair was served")

@@ -23,6 +23,7 @@ from pytest_fastlayer.pairing.pair import FIRST_SEED, Draft, Pair, device_of, fi
 from pytest_fastlayer.pairing.terms import Terms
 from pytest_fastlayer.records import CaseRecord, Device, Timing, Verdict
 from pytest_fastlayer.session import payload_of
+from pytest_fastlayer.stack import with_room
 from pytest_fastlayer.stored import Stored
 
 
@@ -77,7 +78,7 @@ class Workbench:
             self.stored.of(Device.model_validate(header["device"]))
         checking.check_inputs(pair)
         try:
-            self._measure(pair, draft, device, header, rivals)
+            with_room(lambda: self._measure(pair, draft, device, header, rivals))
         except BaseException as error:  # a skip or an interrupt, too, must not cost the figures
             if not draft.has_figures:
                 raise
@@ -130,7 +131,9 @@ class Workbench:
         device = device_of(args, held_tensors(reference))
         key = devices.lock_key_for(device.type)
         with devices.device_lock(key, exclusive=True), torch.no_grad():
-            return speed.time_callables(self.terms, reference, candidate, args, device)
+            return with_room(
+                lambda: speed.time_callables(self.terms, reference, candidate, args, device)
+            )
 
     def header(self, device: torch.device) -> dict[str, Any]:
         """What every record of this run says of machine and settings."""

@@ -7,7 +7,7 @@ import gc
 import importlib
 import json
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch._dynamo
 # pytester drops every module that an in-process run imported first; C extensions (torch, scipy)
 # do not survive a second import. So all are imported here, before the first such run.
 import pytest_fastlayer
+from pytest_fastlayer.stack import with_room
 
 for module in pkgutil.walk_packages(pytest_fastlayer.__path__, "pytest_fastlayer."):
     importlib.import_module(module.name)
@@ -98,6 +99,17 @@ QUICK = (
     "--fastlayer-seeds=2",
     "--fastlayer-device=cpu",
 )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """A whole pytest runs inside most tests: deep enough to meet the end of a chunk of stack."""
+    test = pyfuncitem.obj
+    pyfuncitem.obj = lambda **arguments: with_room(lambda: test(**arguments))
+    try:
+        return (yield)
+    finally:
+        pyfuncitem.obj = test
 
 
 @pytest.fixture(autouse=True)
