@@ -280,7 +280,12 @@ class Recorder:
         from pytest_fastlayer.report import junit
 
         records = [outcome.record for outcome in self.run.outcomes]
-        for name, value in junit.suite_properties(records).items():
+        try:
+            properties = junit.suite_properties(records)
+        except Exception as error:  # pytest has yet to write its file, which must not suffer
+            self.run.errors.append(f"the suite has no properties: {type(error).__name__}: {error}")
+            return
+        for name, value in properties.items():
             xml.add_global_property(name, value)
 
     def pytest_terminal_summary(self, terminalreporter: TerminalReporter) -> None:
@@ -291,10 +296,14 @@ class Recorder:
             for outcome in run.outcomes:
                 terminalreporter.section(f"fastlayer: {outcome.record.device.name}")
                 color = terminalreporter.hasmarkup
-                for line in terminal.summary(outcome.record, color=color, merge=outcome.merge):
+                try:
+                    lines = terminal.summary(outcome.record, color=color, merge=outcome.merge)
+                except Exception as error:  # what was written, and what was not, is still to come
+                    lines = [f"no summary: {type(error).__name__}: {error}"]
+                for line in lines:
                     terminalreporter.write_line(line)
-        for error in run.errors:
-            terminalreporter.write_line(f"fastlayer: {error}", red=True, bold=True)
+        for told in run.errors:
+            terminalreporter.write_line(f"fastlayer: {told}", red=True, bold=True)
         if terminalreporter.verbosity >= 0:
             for path in run.written:
                 terminalreporter.write_line(f"fastlayer: wrote {path}")

@@ -237,6 +237,22 @@ def test_a_run_that_cannot_be_judged_as_a_whole_is_written(project, bench, recor
     assert record()["cases"]["sound"]["verdict"] == "NO_BASELINE"
 
 
+@pytest.mark.parametrize("what", ["junit.suite_properties", "terminal.summary", "html.render"])
+def test_a_report_that_raises_costs_no_other(project, bench, record, monkeypatch, what):
+    def broken(*_, **__):
+        raise ZeroDivisionError("a gap in a report")
+
+    monkeypatch.setattr(f"pytest_fastlayer.report.{what}", broken)
+    project(SOUND)
+    result = bench("--junitxml=j.xml", "--fastlayer-html=r.html", "--fastlayer-markdown=m.md")
+    assert "INTERNALERROR" not in result.stdout.str() + result.stderr.str()
+    result.stdout.fnmatch_lines(["*ZeroDivisionError: a gap in a report*", "*wrote *run.json"])
+    assert record()["cases"]["sound"]["verdict"] == "NO_BASELINE"
+    assert Path("j.xml").exists()
+    assert Path("m.md").exists()
+    assert Path("r.html").exists() is (what != "html.render")
+
+
 @pytest.mark.parametrize(
     "flags",
     [
