@@ -7,6 +7,7 @@ script but its own sorter, so that even a mistake here could not fetch or run an
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from pytest_fastlayer.report import table as tables
 from pytest_fastlayer.report.table import Cell, Line, Mood, Table
 
 if TYPE_CHECKING:
+    import jinja2
     from markupsafe import Markup
 
     from pytest_fastlayer.report.drawings import Plot
@@ -109,6 +111,19 @@ def render(records: Sequence[RunRecord]) -> str:
     if not records:
         raise ValueError("a report needs at least one record")
     check_dependencies()
+    script, style, page = _templates()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return page.render(
+        sections=[_section(i, group) for i, group in enumerate(_by_device(records))],
+        style=_markup(style),
+        script=_markup(script),
+        script_digest=digest,
+    )
+
+
+@functools.cache
+def _templates() -> tuple[str, str, jinja2.Template]:
+    """The script, the style and the compiled page."""
     import jinja2
 
     folder = resources.files("pytest_fastlayer.report") / "templates"
@@ -121,14 +136,7 @@ def render(records: Sequence[RunRecord]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    script = sources["report.js"]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.get_template("report.html").render(
-        sections=[_section(i, group) for i, group in enumerate(_by_device(records))],
-        style=_markup(sources["report.css"]),
-        script=_markup(script),
-        script_digest=digest,
-    )
+    return sources["report.js"], sources["report.css"], environment.get_template("report.html")
 
 
 def _finalize(value: Any) -> Any:
