@@ -103,7 +103,12 @@ QUICK = (
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """A whole pytest runs inside most tests: deep enough to meet the end of a chunk of stack."""
+    """A whole pytest runs inside most tests, and collects garbage several times.
+
+    So it is given room on the stack, and nothing to go through that was there before.
+    """
+    gc.collect()
+    gc.freeze()
     test = pyfuncitem.obj
     pyfuncitem.obj = lambda **arguments: with_room(lambda: test(**arguments))
     try:

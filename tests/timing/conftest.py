@@ -1,4 +1,4 @@
-"""Every timing collects garbage: what was there before the tests is not gone through each time."""
+"""Every timing collects garbage: what was there before is not gone through each time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import gc
 import pytest
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """All modules of the run are imported by now; torch's heap alone takes a quarter second."""
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    """torch's heap alone, and what earlier tests left, takes a quarter second a collection."""
     gc.collect()
     gc.freeze()
     # What is frozen would outlive the interpreter, and nanobind lists all of it as leaked.
