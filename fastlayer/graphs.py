@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -24,6 +25,9 @@ current_stream: Callable[[int], int] = getattr(
     "_cuda_getCurrentRawStream",
     lambda index: torch.cuda.current_stream(index).cuda_stream,
 )
+
+#: Graphs whose owners went while a graph was being captured: see ``_Owned``.
+_POSTPONED: list[torch.cuda.CUDAGraph] = []
 
 Body = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -177,6 +181,23 @@ class GraphedCall:
         return graph
 
 
+class _Owned:
+    """A graph that is never destroyed during a capture, which that would break off.
+
+    A model is part of reference cycles: the collector may free it, and its graphs, in the middle of
+    anyone's capture.
+    """
+
+    def __init__(self) -> None:
+        _POSTPONED.clear()  # Nothing is being captured where a capture is about to begin.
+        self.graph = torch.cuda.CUDAGraph()
+
+    def __del__(self) -> None:
+        with suppress(RuntimeError):  # at exit the driver no longer answers
+            if torch.cuda.is_current_stream_capturing():
+                _POSTPONED.append(self.graph)
+
+
 class _Captured:
     """One captured graph with its state and its mask."""
 
@@ -194,8 +215,8 @@ class _Captured:
                 for _ in range(_WARMUPS):
                     body.inside(self._state, self._mask)
             caller.wait_stream(side)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self._owned = _Owned()
+            with torch.cuda.graph(self._owned.graph, pool=pool, capture_error_mode="thread_local"):
                 body.inside(self._state, self._mask)
 
     def replay(
@@ -205,5 +226,5 @@ class _Captured:
         self._body.enter(x, self._state)
         if self._mask is not None and mask is not None:
             self._mask.copy_(mask)
-        self._graph.replay()
+        self._owned.graph.replay()
         return self._body.leave(self._state, self._mask, into)

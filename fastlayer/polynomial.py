@@ -189,16 +189,20 @@ class Operations:
         moments: ``(k, v)`` to ``KeyMoments``.
         along: see the function.
         exact_rows: see the function.
+        read: float32 numbers ``[n]`` to the host, once they are computed.
     """
 
     moments: Callable[[torch.Tensor, torch.Tensor], KeyMoments]
     along: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     exact_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    read: Callable[[torch.Tensor], list[float]]
 
 
 def operations(chunk: int = CHUNK) -> Operations:
     """Everything in torch, for any device."""
-    return Operations(lambda k, v: key_moments(k, v, chunk), along, exact_rows)
+    return Operations(
+        lambda k, v: key_moments(k, v, chunk), along, exact_rows, lambda values: values.tolist()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +236,13 @@ class ScoreStatistics:
 
 
 def score_statistics(
-    q: torch.Tensor, past: KeyMoments, norms: Norms, *, first_row: int, chunk: int = CHUNK
+    q: torch.Tensor,
+    past: KeyMoments,
+    norms: Norms,
+    *,
+    first_row: int,
+    chunk: int = CHUNK,
+    by: Operations | None = None,
 ) -> ScoreStatistics:
     """Statistics of the scores of ``q [H, N, D]`` in the rows from ``first_row`` on.
 
@@ -255,10 +265,10 @@ def score_statistics(
     squares = torch.stack([s.mean(1) for _, s in pieces], 1)
     sigmas = (squares - means * means).clamp_min(0.0).sqrt()
     largest = torch.maximum(norms.queries.max(), norms.keys.max()).sqrt()
-    worst = torch.stack([sigmas.max(), means.abs().max(), largest]).tolist()
+    worst = torch.stack([sigmas.max(), means.abs().max(), largest])
     pooled = mean.mean(1)
     sigma = (square.mean(1) - pooled * pooled).clamp_min(0.0).sqrt()
-    return ScoreStatistics(pooled, sigma, *worst)
+    return ScoreStatistics(pooled, sigma, *(by or operations(chunk)).read(worst))
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +292,8 @@ def survey(
     """Moments, norms and score statistics of ``q, k, v [H, N, D]``; see ``score_statistics``."""
     by = by or operations(chunk)
     past, norms = by.moments(k, v), Norms.of(q, k, by)
-    return Survey(past, norms, score_statistics(q, past, norms, first_row=first_row, chunk=chunk))
+    found = score_statistics(q, past, norms, first_row=first_row, chunk=chunk, by=by)
+    return Survey(past, norms, found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,23 @@ class Row:
     """A launch and why it is listed.
 
     With ``one_wave`` it is meant for batches whose programs run all at once, one to a
-    multiprocessor.
+    multiprocessor; with ``keys_at_once`` for sequences that are one block of keys, or for those
+    that are not.
     """
 
     launch: Launch
     reason: str
     one_wave: bool = False
+    keys_at_once: bool | None = None
+
+    def suits(self, config: TransformerConfig, multiprocessors: int) -> bool:
+        """Whether it can compute ``config``, and is meant for it on such a device."""
+        sizes = sizes_for(self.launch, config)
+        if self.launch.objections(sizes):
+            return False
+        if self.keys_at_once not in (None, self.launch.takes_keys_at_once(sizes)):
+            return False
+        return not self.one_wave or self.launch.programs(sizes) <= multiprocessors
 
 
 #: Capabilities the kernels are compiled for in CI, as Triton writes them.
@@ -45,6 +56,7 @@ _LAYERS_THREE = Launch(
 _LAYERS_THREE_WIDER = Launch(
     "layers", keys=64, qkv_chunk=64, stages=2, attention_stages=3, max_registers=168
 )
+_TILES_LONG = Launch("wavefront", keys=64, flat=True, stages=2, attention_stages=1)
 _LAYERS_SMALL = Launch("layers", keys=64, qkv_chunk=64, stages=2)
 
 #: NVIDIA H200, triton 3.6.0, ptxas 12.8: milliseconds of a replayed graph, by call where several.
@@ -82,13 +94,16 @@ COMPILED: dict[int, tuple[Row, ...]] = {
     **{case: (Row(_LATE, _FITS),) for case in (2, 3, 4, 12)},
     **{case: (Row(_TILES_TWO, _FITS),) for case in (1, 7, 10, 11)},
     **{case: (Row(_WHOLE_SMALL, _FITS),) for case in (5, 6)},
-    9: (Row(Launch("wavefront", keys=64, flat=True, stages=2, attention_stages=1), _FITS),),
+    9: (Row(_TILES_LONG, _FITS),),
     13: (Row(_LAYERS_SMALL, _FITS),),
 }
 
 GENERAL: tuple[Row, ...] = (
     Row(_LATE, "cases 2-4 and 12: low strips give a small batch the most programs", one_wave=True),
-    Row(_TILES_TWO, "cases 1, 9-11: two tiles of a sequence side by side", one_wave=True),
+    Row(_TILES_TWO, "cases 1, 9-11: two tiles of a sequence", one_wave=True, keys_at_once=True),
+    Row(
+        _TILES_LONG, "not measured; heads of 128 columns fit too", one_wave=True, keys_at_once=False
+    ),
     Row(_WHOLE_SMALL, "cases 5 and 6: a batch that fills the device exchanges nothing"),
     Row(_LAYERS_SMALL, "case 13, and full attention over several tiles"),
 )
@@ -102,10 +117,4 @@ def candidates(
     rows = MEASURED.get(capability, COMPILED).get(0 if case is None else case)
     if rows is not None:
         return [row.launch for row in rows]
-    able = [row for row in GENERAL if not row.launch.objections(sizes_for(row.launch, config))]
-    fitting = [
-        row.launch
-        for row in able
-        if not row.one_wave or row.launch.programs(sizes_for(row.launch, config)) <= multiprocessors
-    ]
-    return fitting[:2]
+    return [row.launch for row in GENERAL if row.suits(config, multiprocessors)][:2]

@@ -35,6 +35,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastlayer.kernels.readback import read
 from fastlayer.kernels.sizes import power_of_two
 from fastlayer.polynomial import KeyMoments, Operations, running_means
 
@@ -599,6 +600,7 @@ def operations(chunk: int) -> Operations:
         moments=lambda k, v: moments(k, v, chunk),
         along=lambda t, vector: along(t, vector, chunk),
         exact_rows=lambda q, k, v, rows: exact_rows(q, k, v, rows, chunk),
+        read=read,
     )
 
 

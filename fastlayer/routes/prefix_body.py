@@ -210,7 +210,16 @@ class PrefixBody:
         if not budgets:
             return math.nan
         # One synchronisation a sample, not one a layer.
-        return float(torch.stack(budgets).max())
+        (worst,) = self._operations(h).read(torch.stack(budgets).max()[None])
+        return worst
+
+    def _operations(self, t: torch.Tensor) -> polynomial.Operations:
+        """What passes over all tokens, as it runs where ``t`` lies."""
+        if not t.is_cuda:
+            return polynomial.operations(self._plan.chunk)
+        from fastlayer.kernels import polynomial as kernel
+
+        return kernel.operations(self._plan.chunk)
 
     def _project(
         self, layer: FoldedLayer, h: torch.Tensor, by_column: bool
@@ -264,12 +273,7 @@ class PrefixBody:
         plan = self._plan
         heads, tokens, dim = q.shape
         first, chunk = plan.exact_rows, plan.chunk
-        if q.is_cuda:
-            from fastlayer.kernels import polynomial as kernel
-
-            by = kernel.operations(chunk)
-        else:
-            by = polynomial.operations(chunk)
+        by = self._operations(q)
         seen = polynomial.survey(q, k, v, first_row=first, chunk=chunk, by=by)
         found = seen.scores
         tally.saw(found.worst_sigma, found.worst_mean)
@@ -281,6 +285,8 @@ class PrefixBody:
         context[:first] = exact_attention(q[:, :first], k[:, :first], v[:, :first], plan.backend)
         out = context.view(tokens, heads, dim).transpose(0, 1)
         if q.is_cuda:
+            from fastlayer.kernels import polynomial as kernel
+
             spread = kernel.polynomial_attention(
                 q,
                 k,

@@ -44,6 +44,27 @@ def sample(tokens: int, batch: int = 1) -> tuple[TransformerConfig, torch.Tensor
     return config, make_inputs(config, 1234, "cuda")[0]
 
 
+def test_numbers_reach_the_host_whatever_the_copy_engine_does() -> None:
+    from fastlayer.kernels.readback import read
+
+    values = torch.arange(12.0, device="cuda").view(3, 4)[:, 1] * 0.5
+    assert read(values) == [0.5, 2.5, 4.5]
+    odd = torch.tensor([math.inf, -1.0, math.nan], device="cuda")
+    first, second, third = read(odd)
+    assert (first, second, math.isnan(third)) == (math.inf, -1.0, True)
+    large = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    host = torch.empty(2**30, dtype=torch.uint8, pin_memory=True)
+    download = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(download):
+        host.copy_(large, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+    read(odd)
+    assert not copied.query(), "it waited for the download of a gigabyte"
+    torch.cuda.synchronize()
+
+
 def heads(tokens: int, count: int = 4, spread: float = 0.33) -> list[torch.Tensor]:
     """``q, k, v [H, N, 64]`` as views of one packed projection."""
     generator = torch.Generator("cuda").manual_seed(3)

@@ -127,3 +127,9 @@ def test_types_and_widths_are_refused() -> None:
     q = torch.zeros(2, 256, 24).half()
     with pytest.raises(ValueError, match="given 24; expected a head_dim of 16, 32 or 64"):
         kernel.polynomial_attention(q, q, q, q, torch.zeros(2, 4), first_row=128, chunk=128)
+
+
+def test_numbers_are_read_on_a_cpu_as_they_are() -> None:
+    from fastlayer.kernels.readback import read
+
+    assert read(torch.tensor([1.5, -2.0])) == [1.5, -2.0]

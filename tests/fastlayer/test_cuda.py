@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from dataclasses import replace
 
 import pytest
@@ -229,6 +230,27 @@ def test_a_failed_capture_runs_eagerly_and_says_so():
     later, _ = make_inputs(CONFIG, 1, "cuda")
     model(later)
     assert model.last_decision.notes == ()
+
+
+def test_a_model_that_goes_during_a_capture_does_not_break_it_off():
+    """A model is part of cycles: the collector frees its graphs whenever it happens to run."""
+    reference, model = graph_pair()
+    x, _ = make_inputs(CONFIG, 1, "cuda")
+    model(x)
+    assert model.last_decision.launch["execution"] == "graph"
+    static, graph = torch.zeros(4, device="cuda"), torch.cuda.CUDAGraph()
+    gc.disable()
+    try:
+        del model
+        with torch.cuda.graph(graph):
+            gc.collect()
+            static.add_(1)
+    finally:
+        gc.enable()
+    graph.replay()
+    assert static.tolist() == [1.0] * 4
+    _, another = graph_pair()
+    assert_accepted(another(x), reference(x))
 
 
 def test_a_failed_capture_shows_in_last_decision(monkeypatch):

@@ -42,12 +42,26 @@ def test_every_row_gives_its_reason() -> None:
         (TransformerConfig(64, 128, 128, 4, 128, 2, False), "single"),
         (TransformerConfig(64, 1000, 128, 4, 128, 2), "layers"),
         (TransformerConfig(4, 300, 64, 1, 64, 2, False), "layers"),
+        (TransformerConfig(1, 1024, 128, 1, 128, 2), "wavefront"),
     ],
 )
 def test_other_shapes_follow_the_regimes(config: TransformerConfig, form: str) -> None:
     first = candidates(config, (9, 0), 132)[0]
     assert first.form == form
     assert first.objections(sizes_for(first, config)) == []
+
+
+@pytest.mark.parametrize("capability", [90, 120])
+def test_the_widest_heads_of_a_long_sequence_fit_shared_memory(capability: int) -> None:
+    """Blocks of 128 keys by 128 columns took 245,760 bytes, more than any device has."""
+    pytest.importorskip("triton")
+    from fastlayer.kernels.compile import compile_step, hollow_program, resources
+    from fastlayer.kernels.resources import SHARED_LIMITS
+
+    config = TransformerConfig(1, 1024, 128, 1, 128, 2)
+    first, *_ = candidates(config, divmod(capability, 10), 132)
+    (step,) = hollow_program(first, config, maximum=True).steps
+    assert resources(compile_step(step, capability)).shared <= SHARED_LIMITS[capability]
 
 
 _STRIPS = Launch("strips", rows=16, chunk=128)
