@@ -26,6 +26,9 @@ from pytest_fastlayer.records import Arm, CaseRecord, Verdict
 #: Share of a full measurement that a rival or a variant gets: enough to rank, not to claim.
 RIVAL_EFFORT, VARIANT_EFFORT = 0.25, 0.1
 
+#: Variants within so many times the seconds of the fastest are timed against it.
+NEAR = 1.25
+
 
 def rivals_asked(pair: Pair, settings: Settings) -> Sequence[str]:
     """Names of the pair's rivals that ``--fastlayer-rival`` asks for.
@@ -59,21 +62,60 @@ def time_variants(pair: Pair, terms: Terms, draft: Draft, device: torch.device) 
             draft.add(variants=(*draft.case.variants, arm))
 
 
-def with_fastest(pair: Pair, arms: Sequence[Arm]) -> Pair:
+def with_fastest(pair: Pair, terms: Terms, arms: Sequence[Arm], device: torch.device) -> Pair:
     """The pair with the fastest variant that passes as its candidate.
 
-    By the lower end of its interval, so that a lucky median does not win; by its own seconds
-    where the ratio is a diagnostic and has no interval. Where none passes, the pair keeps its
-    own candidate and is judged as it stands.
+    Their ratios to the reference do not rank them: an eager reference is as fast as the host is at
+    that moment, which favours whoever meets it slow. Nor do their seconds, where they are near:
+    clocks drift. So what is near the fastest is timed against it, pair by pair, and takes its place
+    only if the whole interval says so. Where none passes, the pair keeps its own candidate and is
+    judged as it stands.
     """
-    ranks = {
-        arm.name: arm.timing.ci[0] if arm.timing.ci else 1 / arm.timing.candidate_s
+    seconds = {
+        arm.name: arm.timing.candidate_s
         for arm in arms
         if arm.verdict is Verdict.PASS and arm.timing
     }
-    if not ranks:
+    if not seconds:
         return pair
-    return replace(pair, candidate=pair.variants[max(ranks, key=ranks.__getitem__)]())
+    first, *others = sorted(seconds, key=seconds.__getitem__)
+    champion = pair.variants[first]()
+    for name in others:
+        if seconds[name] > NEAR * seconds[first]:
+            break
+        terms.progress(f"arm {name} against {first}")
+        challenger = pair.variants[name]()
+        cost = seconds[first], seconds[name]
+        if _is_faster(pair, terms, challenger, champion, cost, device):
+            first, champion = name, challenger
+    return replace(pair, candidate=champion)
+
+
+def _is_faster(
+    pair: Pair,
+    terms: Terms,
+    challenger: Callable[..., Any],
+    champion: Callable[..., Any],
+    cost: tuple[float, float],
+    device: torch.device,
+) -> bool:
+    args = arguments(pair.inputs, FIRST_SEED)
+    try:
+        for function in (champion, challenger):
+            function(*args)  # compiles and captures: not its price
+        found, _ = measurement.measure(
+            champion,
+            challenger,
+            Feed(args, pair.inputs),
+            device,
+            cost,
+            terms.schedule(device, pair.reference_kind).screening(VARIANT_EFFORT),
+            terms.policy(),
+            terms.progress,
+        )
+    except Exception:  # no pairs to compare, or a stranger's code: what leads goes on leading
+        return False
+    return found.ci is not None and found.ci[0] > 1.0
 
 
 def _arm(

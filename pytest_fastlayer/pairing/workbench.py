@@ -100,7 +100,7 @@ class Workbench:
         if settings.admit and pair.variants:
             with locked(exclusive=True), torch.no_grad():
                 arms.time_variants(pair, terms, draft, device)
-                pair = arms.with_fastest(pair, draft.case.variants)
+                pair = arms.with_fastest(pair, terms, draft.case.variants, device)
         with locked(exclusive=False), torch.no_grad():
             checking.check(pair, terms, draft, device, self.watch)
             checking.describe(pair, draft, header)
