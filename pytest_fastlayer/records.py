@@ -452,6 +452,13 @@ class Stress(Model):
         return self
 
 
+class Origin(Model):
+    """The run that a stored case was measured in; fields as in ``RunRecord``."""
+
+    created: str
+    commit: str | None = None
+
+
 class CaseRecord(Model):
     """One case of one run. A timing cannot be constructed for a case that is not accurate."""
 
@@ -477,6 +484,7 @@ class CaseRecord(Model):
     comparison: Comparison | None = None
     base: BaseArm | None = None
     nodeid: str | None = None
+    kept_from: Origin | None = None  #: in a baseline: of an earlier run than the file's last
 
     @property
     def is_below_stored(self) -> bool:

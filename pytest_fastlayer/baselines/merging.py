@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_fastlayer.baselines.reading import BaselineError, shown
-from pytest_fastlayer.records import GREEN, NOTICE, CaseRecord, RunRecord, Verdict
+from pytest_fastlayer.records import GREEN, NOTICE, CaseRecord, Origin, RunRecord, Verdict
 
 #: Verdicts that ``--fastlayer-accept`` may store: the candidate is right, its figure is worse.
 ACCEPTABLE = frozenset(
@@ -93,12 +93,15 @@ def merge(
             "another file with --fastlayer-baseline"
         )
     names: dict[str, list[str]] = {kind: [] for kind in ("new", "changed", "unchanged", "unused")}
-    cases = {} if selected_all else dict(stored)
+    kept = {} if old is None else {name: _kept(case, old) for name, case in stored.items()}
+    cases = {} if selected_all else dict(kept)
     for name, case in run.cases.items():
         entry, before = _entry(case), stored.get(name)
         keeps_figure = before is not None and before.timing is not None and entry.timing is None
         if before is not None and keeps_figure and not other_provenance:
-            entry = before
+            entry, before = kept[name], kept[name]
+        elif before is not None:
+            before = before.model_copy(update={"kept_from": None})
         kind = "new" if before is None else "unchanged" if entry == before else "changed"
         names[kind].append(name)
         cases[name] = entry
@@ -106,8 +109,7 @@ def merge(
 
     notes = run.notes
     if old is not None and not selected_all and missing:
-        kept = f"{len(missing)} cases kept from {old.created}, commit {old.commit or 'unknown'}"
-        notes = tuple(dict.fromkeys((*old.notes, *run.notes, kept)))
+        notes = tuple(dict.fromkeys((*old.notes, *run.notes)))
     record = run.model_copy(update={"cases": cases, "notes": notes})
     return Merge(record, **{kind: tuple(found) for kind, found in names.items()})
 
@@ -116,6 +118,12 @@ def _storable(name: str, case: CaseRecord, accept: Collection[str]) -> bool:
     accepted = name in accept and case.verdict in ACCEPTABLE | GREEN
     # Green by the base of its run alone is not enough to replace a stored figure that is better.
     return accepted or (case.verdict in GREEN | NOTICE and not case.is_below_stored)
+
+
+def _kept(case: CaseRecord, old: RunRecord) -> CaseRecord:
+    """A stored case that outlives the run it was measured in."""
+    origin = case.kept_from or Origin(created=old.created, commit=old.commit)
+    return case.model_copy(update={"kept_from": origin})
 
 
 def _entry(case: CaseRecord) -> CaseRecord:

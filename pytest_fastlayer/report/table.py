@@ -362,6 +362,12 @@ def _notices(run: RunRecord) -> list[Line]:
     if changes:
         notices.append(f"changed since the baseline: {text.listing(dict.fromkeys(changes))}")
     notices += _timing_notices(run)
+    origins: dict[str, list[str]] = {}
+    for name, case in run.cases.items():
+        if case.kept_from is not None:
+            told = f"{case.kept_from.created}, commit {case.kept_from.commit or 'unknown'}"
+            origins.setdefault(text.plain(told, 120), []).append(name)
+    notices += [f"kept from {told}: {text.listing(names)}" for told, names in origins.items()]
     notices += [text.plain(note, 400) for note in run.notes]
     return [Line(notice, "notice") for notice in notices]
 

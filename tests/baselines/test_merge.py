@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from makers import DEVICE, case, incorrect, run, timing, unsupported
 
 from pytest_fastlayer.baselines import ACCEPTABLE, BaselineError, find, merge, unused
-from pytest_fastlayer.records import GREEN, NOTICE, Comparison, Verdict
+from pytest_fastlayer.records import GREEN, NOTICE, Comparison, Origin, Verdict
 
 
 def stored(**cases):
@@ -42,7 +42,20 @@ def test_partial_run_keeps_what_it_did_not_measure():
     result = merge(old, run({"a": case(speedup=5)}), selected_all=False)
     assert set(result.record.cases) == {"a", "b"}
     assert (result.changed, result.unchanged, result.unused) == (("a",), ("b",), ())
-    assert result.record.notes == ("1 cases kept from 2026-11-30T08:00:00+00:00, commit abc1234",)
+    origin = Origin(created="2026-11-30T08:00:00+00:00", commit="abc1234")
+    assert {name: each.kept_from for name, each in result.record.cases.items()} == {
+        "a": None,
+        "b": origin,
+    }
+    # Through any number of partial runs each case says where it was measured, and no other does.
+    later = run({"a": case(speedup=5)}).model_copy(update={"created": "2026-12-01T00:00:00+00:00"})
+    again = merge(result.record, later, selected_all=False)
+    assert (again.changed, again.unchanged) == ((), ("a", "b"))
+    assert again.record.cases["b"].kept_from == origin
+    last = merge(again.record, run({"b": case(speedup=6)}), selected_all=False).record
+    assert last.cases["a"].kept_from == Origin(created=later.created, commit=later.commit)
+    assert last.cases["b"].kept_from is None
+    assert last.notes == ()
 
 
 @pytest.mark.parametrize("verdict", sorted(set(Verdict) - GREEN - NOTICE))
@@ -96,7 +109,9 @@ def test_untimed_run_never_erases_a_figure():
     old = stored(a=case(), b=case())
     new = run({"a": case(Verdict.ACCURATE, None), "b": unsupported()})
     result = merge(old, new, selected_all=True)
-    assert result.record.cases == old.cases
+    origin = Origin(created=old.created, commit=old.commit)
+    for name, kept in result.record.cases.items():
+        assert kept == old.cases[name].model_copy(update={"kept_from": origin})
     assert result.unchanged == ("a", "b")
 
 
