@@ -59,13 +59,15 @@ def _case(
         rows = rows.admit(Admission(*where, route, launch, evidence))
     elif route != REFERENCE_ROUTE:
         rows = rows.refuse(Refusal(*where, route, launch, _reason(measured)))
-    for arm in measured.get("variants", ()):
-        name, options = parse_variant(arm["name"])
+    arms = [(*parse_variant(arm["name"]), arm) for arm in measured.get("variants", ())]
+    # Side by side in the same screening, where the admitted route took part in it.
+    admitted = next((arm for *named, arm in arms if named == [route, launch]), measured)
+    for name, options, arm in arms:
         if (name, options) == (route, launch):
             continue
         reason = _reason(arm)
         if arm["verdict"] in _ADMITTING:
-            reason = f"passed at {_speedup(arm)}, the admitted at {_speedup(measured)}"
+            reason = f"passed at {_speed(arm)}, the admitted at {_speed(admitted)}"
         rows = rows.refuse(Refusal(*where, name, options, reason))
     return rows
 
@@ -87,9 +89,11 @@ def _reason(arm: Mapping[str, Any]) -> str:
     return f"{arm['verdict']}: {arm.get('reason') or 'no reason recorded'}"
 
 
-def _speedup(arm: Mapping[str, Any]) -> str:
+def _speed(arm: Mapping[str, Any]) -> str:
     timing = arm.get("timing") or {}
-    return f"{timing['speedup']:.2f}x" if "speedup" in timing else "no recorded speed"
+    if "speedup" not in timing:
+        return "no recorded speed"
+    return f"{1e6 * timing['candidate_s']:,.1f} us ({timing['speedup']:.2f}x)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

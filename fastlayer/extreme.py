@@ -351,13 +351,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with torch.no_grad():
             found = _COMMANDS[options.command](config, device, launch, options)
-    except FastlayerError as error:
+    except (FastlayerError, ValueError) as error:  # what does not fit, or a launch that cannot be
         print(f"{options.command}: {error}", file=sys.stderr)
         return 1
     finally:
         torch.set_float32_matmul_precision(before)
     found |= {
         "device": probe(device).name,
+        **({"memory_gib": options.memory_gib} if options.memory_gib else {}),
         "torch": torch.__version__,
         "launch": dict(launch),
         "guard": committed_guard().provenance,

@@ -201,8 +201,11 @@ class FastTransformer(ReferenceTransformer):
     def refresh(self) -> None:
         """Forgets packed weights and graphs, after writes that version counters cannot see.
 
-        Ordinary edits, ``load_state_dict``, ``.to()`` and replaced parameters are noticed without
-        this; writes through ``parameter.data`` are not.
+        Ordinary edits, optimizers' steps, ``load_state_dict``, ``.to()`` and replaced parameters
+        are noticed without this. Writes through ``parameter.data`` are not, nor is another tensor
+        assigned to it at the same address (``p.data = p.data.t()``, a second
+        ``vector_to_parameters`` of one vector), nor what collectives of ``torch.distributed``
+        write, nor a module's whole ``__dict__`` put in the place of its own.
         """
         self._own_runtime().state.invalidate()
 

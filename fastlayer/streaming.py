@@ -32,7 +32,6 @@ from fastlayer.routes.prefix_stream import (
     check_options,
     streaming_objections,
 )
-from fastlayer.weights import ModelState
 
 #: Bytes that cross the bus in one piece. The guard's few numbers cross on the same copy engine, in
 #: the order of requests: behind a whole result of 400 MB they would wait 8 ms, as would the device.
@@ -161,7 +160,7 @@ class _Engine:
         self._launch = launch
         self._bound: dict[tuple[int, int], PrefixStream] = {}
         self._tally: Tally | None = None
-        self._earlier: list[str] = []
+        self._notes: list[str] = []
         if hasattr(model, "config"):
             _refuse_alterations(model, TransformerConfig.of(model.config))
         self._take_parameters()
@@ -176,11 +175,6 @@ class _Engine:
             self.model = FastTransformer.from_reference(given)
         self._bound.clear()
         self._taken = _parameters(given)
-        self._before = len(self._state.notes)
-
-    @property
-    def _state(self) -> ModelState:
-        return self.model._own_runtime().state
 
     def __call__(self, x: torch.Tensor, length: int, out: torch.Tensor) -> None:
         """``x [N, d]`` and its valid length to ``out [N, d]``, both on the device."""
@@ -203,7 +197,6 @@ class _Engine:
         if present.keys() != self._taken.keys() or any(
             present[name] is not held for name, held in self._taken.items()
         ):
-            self._earlier += self._new_notes()
             self._take_parameters()
         where = self.model.final_norm.weight.device
         if where != self.device:
@@ -212,7 +205,7 @@ class _Engine:
             )
 
     def _bind(self, x: torch.Tensor) -> PrefixStream:
-        state = self._state
+        state = self.model._own_runtime().state
         key = (state.refresh(), len(x))
         if key not in self._bound:
             contract = self.model._contract(x[None], MaskKind.NONE, compiling=False)
@@ -226,7 +219,8 @@ class _Engine:
             self._refuse(contract)
             route = PrefixStreamRoute()
             launch = route.launches(contract)[0] if self._launch is None else self._launch
-            self._bound = {key: PrefixStream(state, contract, launch)}
+            bound = PrefixStream(state, contract, launch, notes=self._notes)
+            self._bound = {key: bound}
         return self._bound[key]
 
     @staticmethod
@@ -236,16 +230,8 @@ class _Engine:
             raise _refusal(objections)
 
     def notes(self) -> tuple[str, ...]:
-        self._earlier += self._new_notes()
-        found = tuple(self._earlier)
+        found = tuple(dict.fromkeys(self._notes))
         return found if self._tally is None else (self._tally.text(), *found)
-
-    def _new_notes(self) -> list[str]:
-        """What was noted since the parameters were taken; no news of the model's own calls."""
-        notes = self._state.notes
-        found = notes[self._before :]
-        del notes[self._before :]
-        return found
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

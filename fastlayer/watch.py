@@ -3,7 +3,8 @@
 Of the parameters: each is the same object in the same place of the module tree, at the same
 address, with the same version counter. Parameters created in inference mode have no counter; they
 are compared by value with a snapshot instead. Writes through ``parameter.data`` escape version
-counters: call ``FastTransformer.refresh()`` after them. Data that was replaced stays allocated
+counters: call ``FastTransformer.refresh()`` after them. So do fused optimizers, whose steps are
+counted instead. Data that was replaced stays allocated
 until the next call looks, lest other data come to lie there. Of the modules: the same objects of
 the same classes, whose methods, settings (heads, causality, epsilon), own attributes and hooks are
 as they were.
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.modules import module as module_globals
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fastlayer.alterations import METHODS, PLAIN_STATE, SETTINGS, called_methods
 from fastlayer.reference import ReferenceAttention
@@ -38,6 +40,19 @@ _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 #: Attributes of a module whose values matter; of the others, that there is no more and no less.
 _TELLING = frozenset((*_HOLDERS, *(name for names in SETTINGS.values() for name in names)))
+
+
+#: Steps of fused optimizers in this process. Their kernels write to parameters without a count.
+_fused_steps = 0
+
+
+def _count_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if any(group.get("fused") for group in optimizer.param_groups):
+        global _fused_steps
+        _fused_steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
 
 
 class Prover(Protocol):
@@ -69,6 +84,7 @@ class Watch:
 
     def __init__(self, root: nn.Module, prover: Prover | None = None) -> None:
         self.prover = prover
+        self._steps = _fused_steps
         self._facts: list[Any] = []
         modules = [module for module in root.modules() if vars(module).keys() >= PLAIN_STATE]
         # A scripted module keeps its state elsewhere: a tree with one is looked at anew each time.
@@ -103,6 +119,8 @@ class Watch:
 
     def unchanged(self, capturing: bool) -> bool:
         """Whether everything is as it was; ``capturing`` while the caller captures a CUDA graph."""
+        if self._steps != _fused_steps:
+            return False
         prover = self.prover
         if prover is None or self._opaque or self._snapshots:
             return self._compare(capturing)

@@ -75,8 +75,13 @@ class ModelState:
         watch = self._watch
         if watch is None or not watch.unchanged(capturing):
             self.invalidate()
-            self._watch = Watch(self.module, self._prover)
-            self.altered = alteration(self.module, self.config)
+            try:
+                self._watch = Watch(self.module, self._prover)
+            except RuntimeError as error:  # of a transform's stand-ins for parameters
+                told = str(error).strip().splitlines()[0]
+                self.altered = f"a parameter cannot be watched ({told})"
+            else:
+                self.altered = alteration(self.module, self.config)
         return self.version
 
     def prove_by(self, prover: Prover | None) -> None:
@@ -105,12 +110,14 @@ class ModelState:
     def get(self, key: Hashable, build: Callable[[], T]) -> T:
         """The value ``build`` derived from the present parameters, built once a version.
 
-        ``build`` runs without autograd and outside inference mode.
+        ``build`` runs without autograd and outside inference mode. What it derives is of the
+        version it began with, whatever another thread has noticed meanwhile.
         """
-        if key not in self._packs:
+        dated = self.version, key
+        if dated not in self._packs:
             with torch.inference_mode(False), torch.no_grad():
-                self._packs[key] = build()
-        return cast(T, self._packs[key])
+                self._packs[dated] = build()
+        return cast(T, self._packs[dated])
 
     @property
     def layers(self) -> list[LayerWeights]:

@@ -78,7 +78,7 @@ static int same_number(PyObject *read, PyObject *held) {
         return -1;
     int same = read == held || PyLong_AsSize_t(read) == PyLong_AsSize_t(held);
     Py_DECREF(read);
-    return same;
+    return PyErr_Occurred() ? -1 : same; /* negative, or no number: somebody's accessor */
 }
 
 /* (tensor, version, address, ...). */

@@ -130,14 +130,22 @@ def row_bytes(config: TransformerConfig, itemsize: int) -> int:
 class PrefixBody:
     """The forward pass of single samples over the present weights."""
 
-    def __init__(self, state: ModelState, config: TransformerConfig, plan: Plan) -> None:
+    def __init__(
+        self,
+        state: ModelState,
+        config: TransformerConfig,
+        plan: Plan,
+        notes: list[str] | None = None,
+    ) -> None:
+        """``notes`` takes what goes otherwise than planned; the model's own where None."""
         self._heads = config.num_heads
         self._rows = plan.rows
         self._room = plan.room
         self._state = state
+        self._notes = state.notes if notes is None else notes
         layers = self._packed(plan.dtype)
         if not all(layer.fits for layer in layers):
-            state.notes.append(
+            self._notes.append(
                 "prefix_stream: a folded weight, or an activation that the weights allow, leaves "
                 "float16's range or precision; float32 ran instead, and exact attention"
             )
@@ -185,7 +193,7 @@ class PrefixBody:
                 self._room //= 2
                 if out.is_cuda:
                     torch.cuda.empty_cache()
-                self._state.notes.append(
+                self._notes.append(
                     f"out of memory: blocks of {self._rows} rows and half the states from now on"
                 )
 

@@ -124,8 +124,9 @@ class PrefixStream:
         contract: RuntimeContract,
         launch: Launch,
         guard: Guard | None = None,
+        notes: list[str] | None = None,
     ) -> None:
-        self.body = PrefixBody(state, contract.config, _plan(contract, launch, guard))
+        self.body = PrefixBody(state, contract.config, _plan(contract, launch, guard), notes)
         self._state = state
 
     def __call__(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -235,7 +236,7 @@ def _plan(contract: RuntimeContract, launch: Launch, guard: Guard | None) -> Pla
     if fitting < least and launch.get("rows") is None:
         raise ValueError(
             f"route 'prefix_stream': given compute = {compute!r} and room for blocks of "
-            f"{fitting:,} rows; expected at least {least:,}. Raise working_set_bytes "
+            f"{max(0, fitting):,} rows; expected at least {least:,}. Raise working_set_bytes "
             f"({contract.working_set_bytes:,}) or free memory ({contract.available_bytes:,} bytes "
             "are available)."
         )

@@ -188,6 +188,17 @@ def test_failed_elements_are_no_success(
     assert 0 < found["failed"] <= found["total"]
 
 
+def test_what_turns_out_not_to_fit_is_an_error_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_long(*_: object) -> None:
+        raise ValueError("route 'prefix_stream': room for blocks of 0 rows")
+
+    monkeypatch.setitem(extreme._COMMANDS, "time", too_long)
+    assert extreme.main(["time", *SMALL]) == 1
+    assert capsys.readouterr().err == "time: route 'prefix_stream': room for blocks of 0 rows\n"
+
+
 def test_accuracy_counts_every_element(capsys: pytest.CaptureFixture[str]) -> None:
     found = run(capsys, "accuracy", "--tokens", "300", "--batch", "2", "--trials", "2")
     assert found["total"] == 2 * 2 * 300 * 64

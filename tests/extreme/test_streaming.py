@@ -165,6 +165,15 @@ def test_a_streams_workspace_and_notes_are_its_own() -> None:
     reports = [collect(model, inputs(CONFIG), launch=launch)[1] for _ in range(2)]
     assert reports[0] == reports[1]
     assert any("float32 ran instead" in note for note in reports[0].notes)
+
+    def sink(index: int, output: torch.Tensor) -> None:
+        model(inputs(CONFIG))
+        assert model.last_decision is not None
+        assert model.last_decision.notes == ()
+
+    assert stream(model, inputs(CONFIG), sink, launch=launch) == reports[0]
+    with pytest.raises(ZeroDivisionError):
+        stream(model, inputs(CONFIG), lambda index, output: 1 / 0, launch=launch)
     model(inputs(CONFIG))
     assert model.last_decision is not None
     assert model.last_decision.notes == ()

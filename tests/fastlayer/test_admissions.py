@@ -113,18 +113,22 @@ def measured(case: int, speedup: float, **changes: object) -> dict[str, object]:
         "precision": {"float32_matmul_precision": "high", "allow_tf32": True},
         "route": "sdpa",
         "launch": {"packed_qkv": True, "execution": "graph"},
-        "timing": {"speedup": speedup},
+        "timing": {"speedup": speedup, "candidate_s": 1e-4},
         **changes,
     }
 
 
 def test_rows_follow_from_a_record(tmp_path, capsys):
     arms = [
-        {"name": "sdpa packed_qkv=True execution=graph", "verdict": "PASS"},
+        {
+            "name": "sdpa packed_qkv=True execution=graph",
+            "verdict": "PASS",
+            "timing": {"speedup": 3.5, "candidate_s": 101e-6},
+        },
         {
             "name": "sdpa packed_qkv=False execution=graph slice=16",
             "verdict": "PASS",
-            "timing": {"speedup": 3.1},
+            "timing": {"speedup": 3.1, "candidate_s": 0.12},
         },
         {"name": "dense", "verdict": "BELOW_FLOOR", "reason": "1.00x does not clear 1.01"},
     ]
@@ -147,8 +151,9 @@ def test_rows_follow_from_a_record(tmp_path, capsys):
     evidence = "baselines/a-gpu.json#case_3"
     assert rows.admitted == (Admission("A GPU", HIGH, 3, "sdpa", launch, evidence),)
     slower = {"packed_qkv": False, "execution": "graph", "slice": 16}
+    why = "passed at 120,000.0 us (3.10x), the admitted at 101.0 us (3.50x)"
     assert set(map(repr, rows.refused)) == {
-        repr(Refusal("A GPU", HIGH, 3, "sdpa", slower, "passed at 3.10x, the admitted at 3.60x")),
+        repr(Refusal("A GPU", HIGH, 3, "sdpa", slower, why)),
         repr(Refusal("A GPU", HIGH, 3, "dense", {}, "BELOW_FLOOR: 1.00x does not clear 1.01")),
         repr(Refusal("A GPU", HIGH, 4, "sdpa", launch, "SLOWER: slower than stored")),
     }

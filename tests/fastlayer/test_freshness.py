@@ -137,6 +137,54 @@ def test_parameters_made_in_inference_mode_are_compared_by_value(x):
         assert model.last_decision.contract.weights_version > version
 
 
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_of_an_optimizer_is_seen(model, x, kind, fused):
+    """Fused kernels write to parameters without raising their version counters."""
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, fused=fused)
+    with torch.no_grad():
+        before = model(x)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        after = model(x)
+        assert_accepted(after, ReferenceTransformer.forward(model, x))
+    assert not torch.equal(after, before)
+    packed = model._runtime.state.version
+    elsewhere = torch.optim.AdamW([nn.Parameter(torch.ones(3))], fused=False)
+    elsewhere.step()
+    with torch.no_grad():
+        model(x)
+    assert model._runtime.state.version == packed
+
+
+def test_what_was_derived_while_another_thread_noticed_an_edit_is_not_kept(model):
+    """``build`` stands for a packing in the middle of which the model changed."""
+    state = model._runtime.state
+
+    def build():
+        state.invalidate()
+        return "old"
+
+    assert state.get("weights", build) == "old"
+    assert state.get("weights", lambda: "new") == "new"
+
+
+def test_transforms_over_parameters_take_the_reference_arithmetic(model, x):
+    others = {name: value * 1.25 for name, value in model.named_parameters()}
+    reference = make_reference(CONFIG)
+
+    def loss(of):
+        return lambda given: torch.func.functional_call(of, given, (x,)).square().sum()
+
+    found, expected = torch.func.grad(loss(model))(others), torch.func.grad(loss(reference))(others)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+    with torch.no_grad():
+        assert_accepted(model(x), ReferenceTransformer.forward(model, x))
+    assert "watched" not in model._runtime.state.altered
+
+
 def test_an_unchanged_model_packs_once(model, x):
     with torch.no_grad():
         for _ in range(3):

@@ -236,3 +236,13 @@ def test_what_is_no_tensor_has_changed(prover: Prover) -> None:
     assert prover.unchanged(facts)
     facts[3] = (nn.Linear(1, 1), 0, 0)
     assert not prover.unchanged(facts)
+
+
+def test_an_accessor_that_gives_no_natural_number_is_an_error(prover: Prover) -> None:
+    """Not a change with an exception left pending, which would surface anywhere."""
+    tensor = torch.ones(3)
+    for version, address in ((-1, tensor.data_ptr()), (tensor._version, "somewhere")):
+        facts = [(), (), (), (tensor, version, address), 0]
+        prover.watch(facts)
+        with pytest.raises((OverflowError, TypeError)):
+            prover.unchanged(facts)
