@@ -107,10 +107,11 @@ def _show_stress(case: CaseRecord, _: float) -> str:
     grid = case.stress
     if grid is None:
         return ""
+    ran_at = f", {text.plain(grid.note, 40)}" if grid.note else ""
     if grid.failed:
-        return f"{text.count(grid.failed)}/{text.count(grid.elements)} failed"
+        return f"{text.count(grid.failed)}/{text.count(grid.elements)} failed{ran_at}"
     used = "-" if grid.budget_used is None else text.decimal(grid.budget_used)
-    return f"{used} of {len(grid.cells)}x{len(grid.seeds)}"
+    return f"{used} of {len(grid.cells)}x{len(grid.seeds)}{ran_at}"
 
 
 def _show_failed(case: CaseRecord, _: float) -> str:
@@ -183,7 +184,7 @@ COLUMNS = (
         _stress,
         min,
         "stress: the worst element's share of the tolerance over so many gated cells x seeds of "
-        "the stress grid, or its elements out of tolerance / all",
+        "the stress grid and what it ran at, or its elements out of tolerance / all",
     ),
     Column(
         "peak MiB ref / cand", _show_peak, legend="peak MiB: most memory of each above its start"
