@@ -329,6 +329,14 @@ def test_launches_of_irregular_masks_are_exact() -> None:
     assert PrefixStreamRoute().launches(call) == [{"attention": "exact", "compute": "float16"}]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "order"), [(32_767, ["exact", "guarded"]), (32_768, ["guarded", "exact"])]
+)
+def test_the_polynomial_leads_where_it_pays(tokens: int, order: list[str]) -> None:
+    call = contract(replace(CASES[14], seq_len=tokens), H200)
+    assert [launch["attention"] for launch in PrefixStreamRoute().launches(call)] == order
+
+
 def test_launch_errors_name_the_values() -> None:
     model = reference(SMALL)
     with pytest.raises(ValueError, match="no launch option 'warp'"):
