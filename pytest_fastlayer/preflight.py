@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from pytest_fastlayer.options import Settings
@@ -26,6 +27,7 @@ def check_outputs(settings: Settings) -> None:
         if path is None:
             continue
         flag = f"--fastlayer-{name}={path}"
+        _check_name(flag, path)
         if path.is_dir():
             raise PreflightError(f"{flag}: expected a file, got a folder")
         _check_folder(flag, path.parent)
@@ -44,12 +46,31 @@ def check_outputs(settings: Settings) -> None:
         except html.ReportDependencyError as error:
             raise PreflightError(f"--fastlayer-html={settings.html}: {error}") from None
     if settings.trace is not None:
-        _check_folder(f"--fastlayer-trace={settings.trace}", settings.trace)
+        flag = f"--fastlayer-trace={settings.trace}"
+        _check_name(flag, settings.trace)
+        _check_folder(flag, settings.trace)
     if settings.update_baseline:
         path = settings.baseline
+        _check_name(f"--fastlayer-baseline={path}", path)
         is_file = path.is_file() or (path.suffix == ".json" and not path.is_dir())
         flag = f"--fastlayer-update-baseline, --fastlayer-baseline={path}"
         _check_folder(flag, path.parent if is_file else path)
+
+
+def _check_name(flag: str, path: Path) -> None:
+    """Can the system look ``path`` up? Not a name it cannot hold, nor a ring of symbolic links.
+
+    Each name that does not exist yet is tried in the nearest folder that does: below another
+    missing one, the system would not come to it.
+    """
+    there = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    missing = path.relative_to(there).parts
+    try:
+        for one in (path, *(there / name for name in missing)):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                one.stat()
+    except OSError as error:
+        raise PreflightError(f"{flag}: {error.strerror}; give another name") from None
 
 
 def _check_folder(flag: str, folder: Path) -> None:
@@ -79,6 +100,7 @@ def check_baseline(settings: Settings, stored: Stored) -> None:
     from pytest_fastlayer.baselines import BaselineError
 
     given = settings.baseline
+    _check_name(f"--fastlayer-baseline={given}", given)
     if settings.baseline_given and not settings.update_baseline and not given.exists():
         raise PreflightError(
             f"--fastlayer-baseline={given}: it does not exist; give a record or a folder of "

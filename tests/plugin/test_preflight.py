@@ -9,6 +9,7 @@ import torch
 
 from pytest_fastlayer import baselines, environment
 from pytest_fastlayer.options import Settings
+from pytest_fastlayer.preflight import PreflightError, check_baseline, check_outputs
 from pytest_fastlayer.records import RunRecord
 from pytest_fastlayer.stored import Stored
 
@@ -104,6 +105,29 @@ def test_a_baseline_that_cannot_be_written(refused, place):
     said = refused("--fastlayer-update-baseline", f"--fastlayer-baseline={place}")
     assert "--fastlayer-update-baseline, --fastlayer-baseline=" in said
     assert "files cannot be written there" in said
+
+
+@pytest.mark.parametrize("option", ["json", "markdown", "html", "trace", "baseline"])
+@pytest.mark.parametrize("place", ["ring", "ring/a.json", "x" * 300, "new/" + "x" * 300 + "/a.json"])
+def test_a_name_that_the_system_cannot_look_up(pytester, option, place):
+    (pytester.path / "ring").symlink_to("ring")
+    flag = f"--fastlayer-{option}={pytester.path / place}"
+    settings = Settings(**{option: pytester.path / place}, baseline_given=option == "baseline")
+    with pytest.raises(PreflightError) as said:
+        check_outputs(settings)
+        check_baseline(settings, Stored(settings))
+    assert str(said.value).startswith(f"{flag}: ")
+    assert "; give another name" in str(said.value)
+    assert sorted(one.name for one in pytester.path.iterdir()) == ["ring"]
+
+
+def test_a_name_that_is_too_long_is_a_usage_error(refused):
+    assert "File name too long" in refused(f"--fastlayer-json={'x' * 300}")
+
+
+def test_a_dangling_link_is_a_file_to_be(tmp_path):
+    (tmp_path / "link.json").symlink_to("run.json")
+    check_outputs(Settings(json=tmp_path / "link.json"))
 
 
 def test_two_outputs_in_one_file(refused):
