@@ -1,15 +1,14 @@
-"""The clocks that time a block of forwards, with timers captured before any candidate ran.
+"""The clocks that time a block of forwards, with timers that no candidate has replaced.
 
 A candidate that replaces ``time.perf_counter`` or ``torch.cuda.Event.elapsed_time`` would set its
-own time. So every timer is bound here, when the plugin is imported, and used only through these
-names; ``patched_timers`` says which of the public ones are no longer the originals.
+own time. Python's timers are bound when pytest loads the plugin (``originals``); torch's here, and
+known by their origin. ``patched_timers`` names those that are not what Python and torch define.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,32 +18,18 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-_perf_counter = time.perf_counter
-_clock_info = time.get_clock_info
+from pytest_fastlayer import originals
+
+_perf_counter = originals.perf_counter
+_clock_info = originals.clock_info
+_gc_disable = originals.gc_disable
+_gc_enable = originals.gc_enable
+_gc_collect = originals.gc_collect
 _Event = torch.cuda.Event
 _record = torch.cuda.Event.record
 _wait_for = torch.cuda.Event.synchronize
 _elapsed_ms = torch.cuda.Event.elapsed_time
 _synchronize = torch.cuda.synchronize
-_gc_disable, _gc_enable, _gc_collect = gc.disable, gc.enable, gc.collect
-
-#: Public timers that a benchmark trusts: where they live, and what they were at import.
-_TIMERS: tuple[tuple[str, object, str, object], ...] = tuple(
-    (f"{label}.{name}", owner, name, getattr(owner, name))
-    for label, owner, names in (
-        (
-            "time",
-            time,
-            ("perf_counter", "perf_counter_ns", "time", "time_ns", "monotonic", "process_time"),
-        ),
-        ("torch.cuda", torch.cuda, ("Event", "synchronize", "current_stream", "Stream")),
-        ("torch.cuda.Event", torch.cuda.Event, ("record", "synchronize", "elapsed_time")),
-        ("torch._C", torch._C, ("_cuda_synchronize",)),
-        ("gc", gc, ("collect", "disable", "enable")),
-    )
-    for name in names
-    if hasattr(owner, name)
-)
 
 #: cudaEventElapsedTime's stated resolution (CUDA Runtime API, "around 0.5 microseconds").
 CUDA_EVENT_RESOLUTION_S = 0.5e-6
@@ -54,12 +39,17 @@ FLUSH_MULTIPLE = 4
 
 
 def patched_timers() -> list[str]:
-    """Public timers that are no longer what they were when this module was imported."""
-    return [
-        name
-        for name, owner, attribute, original in _TIMERS
-        if getattr(owner, attribute, None) is not original
-    ]
+    """Public timers that are not what they were when pytest loaded the plugin, or not torch's."""
+    found = originals.replaced_timers()
+    event = torch.cuda.Event
+    public = (
+        event,
+        *(getattr(event, name, None) for name in ("record", "synchronize", "elapsed_time")),
+        torch.cuda.synchronize,
+    )
+    if not found and public != (_Event, _record, _wait_for, _elapsed_ms, _synchronize):
+        found = ["what pytest_fastlayer.clocks bound of torch.cuda's timers"]  # and put back since
+    return found
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_fastlayer import devices
+from pytest_fastlayer import devices, originals  # noqa: F401  originals binds the timers first
 from pytest_fastlayer.base.protocol import SERVER
 from pytest_fastlayer.fixtures import (
     BASE,
@@ -22,7 +24,9 @@ from pytest_fastlayer.fixtures import (
     reference,
 )
 from pytest_fastlayer.options import Settings, add_options, read_settings
+from pytest_fastlayer.selection import narrowed
 from pytest_fastlayer.session import Run
+from pytest_fastlayer.termination import Termination
 
 if TYPE_CHECKING:
     from _pytest.terminal import TerminalReporter
@@ -78,13 +82,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
     settings = read_settings(config)
     config.stash[SETTINGS] = settings
-    run = config.stash[RUN] = Run(settings)
+    run = config.stash[RUN] = Run(settings, root=config.rootpath)
+    if settings.bench:
+        run.selection.timed_fixtures = TIMED_FIXTURES
+        config.pluginmanager.register(run.selection, "fastlayer-selection")
     if is_worker(config):
         _take_base(config)
         return
-    cache = getattr(config, "cache", None)
-    if cache is not None:
-        run.default_json = cache.mkdir("fastlayer") / "run.json"
     config.pluginmanager.register(Recorder(config, run), "fastlayer-recorder")
 
 
@@ -201,6 +205,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     run.selected = len(session.items)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    config = session.config
+    if config.stash[SETTINGS].bench and not config.option.collectonly:
+        # Under xdist the controller has none: its workers tell of theirs.
+        config.stash[RUN].selection.begun(getattr(session, "items", ()))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
@@ -216,21 +228,24 @@ def pytest_runtest_makereport(
     return report
 
 
-def narrowed(session: pytest.Session) -> bool:
-    """True when a run may have left out some of the project's benchmarks."""
+def _left_behind(session: pytest.Session) -> list[dict[str, Any]]:
+    """Cases whose test got no report: the run was broken off while it was on them."""
+    return [
+        payload
+        for item in getattr(session, "items", ())
+        for payload in item.stash.get(PAYLOADS, [])
+    ]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """xdist: what a worker knows and no report carries goes to the controller at its end."""
     config = session.config
-    option = config.option
-    return bool(
-        option.keyword
-        or option.markexpr
-        or getattr(option, "lf", False)
-        or getattr(option, "deselect", None)
-        or getattr(option, "ignore", None)
-        or option.collectonly
-        or config.args_source is pytest.Config.ArgsSource.ARGS
-        or session.shouldstop
-        or session.shouldfail
-    )
+    if is_worker(config) and config.stash[SETTINGS].bench:
+        config.workeroutput["fastlayer"] = {  # type: ignore[attr-defined]
+            "selection": config.stash[RUN].selection.dump(),
+            "cases": _left_behind(session),
+        }
 
 
 class Recorder:
@@ -239,32 +254,69 @@ class Recorder:
     def __init__(self, config: pytest.Config, run: Run) -> None:
         self.config = config
         self.run = run
+        self._termination = Termination()
+
+    def pytest_sessionstart(self) -> None:
+        if self.run.settings.bench and SERVER not in self.config.stash:
+            self._termination.begin()
+            self.config.add_cleanup(self._termination.end)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         payloads: list[dict[str, Any]] = getattr(report, "fastlayer", [])
         for payload in payloads:
             self.run.add(payload, report.nodeid)
-        if report.failed and not payloads and report.when != "teardown":
-            self.run.failed_without_record += 1
+        self.run.selection.ended(report)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """xdist: a worker has ended, and left this unless it crashed."""
+        told = getattr(node, "workeroutput", {}).get("fastlayer")
+        if told is not None:
+            self.run.selection.take(told["selection"])
+            self._take(told["cases"])
+
+    def _take(self, payloads: list[dict[str, Any]]) -> None:
+        for payload in payloads:
+            self.run.add(payload, payload["case"]["nodeid"])
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         run = self.run
-        if exitstatus in (
-            pytest.ExitCode.USAGE_ERROR,
-            pytest.ExitCode.INTERNAL_ERROR,
-            pytest.ExitCode.INTERRUPTED,
-        ):
-            run.interrupted = True
+        self._termination.hold()
+        self._take(_left_behind(session))
+        run.exit_status = exitstatus
         if run.cases:
             from pytest_fastlayer.environment import git_commit
 
             run.commit = git_commit(self.config.rootpath)
-        stopped = run.interrupted or run.failed_without_record
-        run.complete = not (stopped or narrowed(session))
+            run.default_json = self._default_json()
+        seen = run.selection
+        run.complete = not (
+            exitstatus or seen.failed or seen.unfinished or seen.deselected or narrowed(session)
+        )
         if not run.finish() and exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         self._describe_suite()
+
+    def _default_json(self) -> Path | None:
+        """Where a benchmark's record goes without ``--fastlayer-json``: into pytest's cache.
+
+        Made now, when there is something to write: a run that benchmarks nothing touches no disk.
+        """
+        settings, cache = self.run.settings, getattr(self.config, "cache", None)
+        if not settings.bench or settings.json is not None or cache is None:
+            return None
+        try:
+            folder: Path = cache.mkdir("fastlayer")
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            folder = Path(tempfile.mkdtemp(prefix="fastlayer-"))
+            self.run.notices.append(
+                f"pytest's cache cannot be written ({error}), so the record goes to a temporary "
+                "folder; --fastlayer-json=PATH gives it another place"
+            )
+        return folder / "run.json"
 
     def _describe_suite(self) -> None:
         """Device and software as properties of the suite in pytest's ``--junitxml``.
@@ -304,6 +356,8 @@ class Recorder:
                     terminalreporter.write_line(line)
         for told in run.errors:
             terminalreporter.write_line(f"fastlayer: {told}", red=True, bold=True)
+        for told in run.notices:
+            terminalreporter.write_line(f"fastlayer: {told}", yellow=True)
         if terminalreporter.verbosity >= 0:
             for path in run.written:
                 terminalreporter.write_line(f"fastlayer: wrote {path}")

@@ -18,6 +18,7 @@ from pytest_fastlayer.accuracy import Comparison, Tolerance, compare
 from pytest_fastlayer.clocks import patched_timers
 from pytest_fastlayer.fingerprint import fingerprints
 from pytest_fastlayer.immutable import FrozenReference, freeze
+from pytest_fastlayer.originals import replaced_deciders
 from pytest_fastlayer.outputs import leaves, tensors
 from pytest_fastlayer.probes.checks import (
     CHANGED_LATER,
@@ -302,7 +303,8 @@ class _Run:
         self.record("two_outputs_held", self.overwritten or later)
         edits = [one for one in self.reference.changes() if one not in self.edits]
         timers = patched_timers()
-        functions = [one for one in self.watch.functions() if one not in timers]
+        since = [*replaced_deciders(), *self.watch.functions()]
+        functions = [one for one in dict.fromkeys(since) if one not in timers]
         settings = self.watch.settings() + changed(self.modes, scoped_state())
         for name, found, text in (
             ("reference_unchanged", edits, "the reference was edited meanwhile: {}"),
