@@ -5,8 +5,9 @@ An arm is checked and timed against the same reference, in less time: enough to 
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -19,7 +20,15 @@ from pytest_fastlayer import statistics as stats
 from pytest_fastlayer.feeding import Feed, Stopwatch, arguments
 from pytest_fastlayer.memory import peak_memory
 from pytest_fastlayer.options import Settings
-from pytest_fastlayer.pairing.pair import FIRST_SEED, Draft, Pair, UnknownRivalError, first_line
+from pytest_fastlayer.pairing.pair import (
+    ENDS_RUN,
+    FIRST_SEED,
+    RAISED,
+    Draft,
+    Pair,
+    UnknownRivalError,
+    first_line,
+)
 from pytest_fastlayer.pairing.terms import Terms
 from pytest_fastlayer.records import Arm, CaseRecord, Verdict
 
@@ -63,13 +72,17 @@ def time_variants(pair: Pair, terms: Terms, draft: Draft, device: torch.device) 
 
 
 def with_fastest(pair: Pair, terms: Terms, arms: Sequence[Arm], device: torch.device) -> Pair:
-    """The pair with the fastest variant that passes as its candidate.
+    """The pair with the fastest variant that passes as its candidate; its notes say which.
 
     Their ratios to the reference do not rank them: an eager reference is as fast as the host is at
     that moment, which favours whoever meets it slow. Nor do their seconds, where they are near:
     clocks drift. So what is near the fastest is timed against it, pair by pair, and takes its place
     only if the whole interval says so. Where none passes, the pair keeps its own candidate and is
     judged as it stands.
+
+    No more than two variants live at once. One that cannot be built again, or that raises beside
+    what leads, is left out: what leads goes on leading, and the notes say so. Where none of those
+    that passed can be built again, nothing leads: what the fastest raises is raised.
     """
     seconds = {
         arm.name: arm.timing.candidate_s
@@ -78,17 +91,64 @@ def with_fastest(pair: Pair, terms: Terms, arms: Sequence[Arm], device: torch.de
     }
     if not seconds:
         return pair
-    first, *others = sorted(seconds, key=seconds.__getitem__)
-    champion = pair.variants[first]()
-    for name in others:
-        if seconds[name] > NEAR * seconds[first]:
+    ranked = sorted(seconds, key=seconds.__getitem__)
+    notes: list[str] = []
+    first: str | None = None
+    champion = pair.candidate
+    for name in ranked:
+        if first is not None and seconds[name] > NEAR * seconds[first]:
             break
-        terms.progress(f"arm {name} against {first}")
-        challenger = pair.variants[name]()
-        cost = seconds[first], seconds[name]
-        if _is_faster(pair, terms, challenger, champion, cost, device):
+        terms.progress(f"arm {name}" if first is None else f"arm {name} against {first}")
+        challenger = _built(pair, name, notes, device)
+        if challenger is None:
+            continue
+        if first is None:
             first, champion = name, challenger
-    return replace(pair, candidate=champion)
+        else:
+            cost = seconds[first], seconds[name]
+            try:
+                if _is_faster(pair, terms, challenger, champion, cost, device):
+                    first, champion = name, challenger
+            except ENDS_RUN:
+                raise
+            except RAISED as error:
+                notes.append(
+                    f"variant {name} beside {first}: {first_line(error)}; {first} went on leading"
+                )
+        del challenger  # before the next is built, which may need its memory
+    if first is None:
+        first, champion = ranked[0], pair.variants[ranked[0]]()
+    notes.insert(0, f"--fastlayer-admit took variant {first} for the candidate")
+    return replace(pair, candidate=champion, describe=partial(_with_notes, pair.describe, notes))
+
+
+def _built(
+    pair: Pair, name: str, notes: list[str], device: torch.device
+) -> Callable[..., Any] | None:
+    """A variant built once more, in the memory of those that are gone; None where it cannot be."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    try:
+        return pair.variants[name]()
+    except ENDS_RUN:
+        raise
+    except RAISED as error:
+        notes.append(f"variant {name} could not be built again: {first_line(error)}")
+        return None
+
+
+def _with_notes(
+    describe: Callable[[Callable[..., Any]], Any] | None,
+    notes: Sequence[str],
+    candidate: Callable[..., Any],
+) -> Any:
+    """What ``describe`` says of the candidate, with further notes; what is no such is passed on."""
+    described = {} if describe is None else describe(candidate)
+    if not isinstance(described, Mapping):
+        return described
+    own = described.get("notes", ())
+    return {**described, "notes": [*notes, *own] if isinstance(own, list | tuple) else own}
 
 
 def _is_faster(
@@ -100,9 +160,9 @@ def _is_faster(
     device: torch.device,
 ) -> bool:
     args = arguments(pair.inputs, FIRST_SEED)
+    for function in (champion, challenger):
+        function(*args)  # compiles and captures: not its price
     try:
-        for function in (champion, challenger):
-            function(*args)  # compiles and captures: not its price
         found, _ = measurement.measure(
             champion,
             challenger,
@@ -113,7 +173,7 @@ def _is_faster(
             terms.policy(),
             terms.progress,
         )
-    except Exception:  # no pairs to compare, or a stranger's code: what leads goes on leading
+    except stats.SamplesError:  # no pairs to compare
         return False
     return found.ci is not None and found.ci[0] > 1.0
 
@@ -137,7 +197,9 @@ def _arm(
         candidate(*args)  # compiles and captures: not its price
         candidate.shortest_s = math.inf
         trial = accuracy.check_trials(reference, candidate, feed, [FIRST_SEED], tolerance)
-    except Exception as error:  # a stranger's code, beside a pair that must not suffer for it
+    except ENDS_RUN:
+        raise
+    except RAISED as error:  # a stranger's code, beside a pair that must not suffer for it
         return Arm(name=name, verdict=Verdict.UNSUPPORTED, reason=first_line(error))
     measured = trial.record
     if not measured.passed:
@@ -162,7 +224,9 @@ def _arm(
         peak = peak_memory(partial(function, *args), device)
     except stats.SamplesError as error:
         return Arm(name=name, verdict=error.verdict, reason=str(error), accuracy=measured)
-    except Exception as error:  # right once, and then it raised
+    except ENDS_RUN:
+        raise
+    except RAISED as error:  # right once, and then it raised
         reason = first_line(error)
         return Arm(name=name, verdict=Verdict.UNSUPPORTED, reason=reason, accuracy=measured)
     policy = replace(terms.policy(), require_baseline=False)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from pydantic import JsonValue
 
@@ -18,6 +19,12 @@ from pytest_fastlayer.stress import Stress
 FIRST_SEED = 1234
 #: Seconds of a reference's forward above which no further one is spent on a probe.
 DEAR_S = 5.0
+
+#: What ends the run, whoever raises it: never an arm's to answer for. pytest's is an Exception.
+ENDS_RUN = (KeyboardInterrupt, pytest.exit.Exception)
+#: What else an arm's code may raise: sys.exit(), pytest.importorskip and pytest.fail are
+#: no Exceptions.
+RAISED = (Exception, SystemExit, pytest.skip.Exception, pytest.fail.Exception)
 
 Inputs = Callable[[int], Any]
 

@@ -46,7 +46,7 @@ def explain(name: str, case: CaseRecord, device: Device | None = None) -> list[s
         list(_time(case)),
         list(_roofline(case, device)),
         list(_memory(case.peak_mib)),
-        [f"The candidate says: {text.plain(note, 400)}" for note in case.notes],
+        [_note(note) for note in case.notes],
         list(_comparison(case)),
         [] if case.base is None else list(_base(case.base, case)),
         [*_arms("Rival", case.rivals, case), *_arms("Variant", case.variants, case)],
@@ -130,6 +130,12 @@ def _memory(peak: PeakMemory | None) -> Iterator[str]:
     if peak is not None and peak.candidate is not None:
         beside = f"; reference {text.mib(peak.reference)} MiB" if peak.reference is not None else ""
         yield f"Memory. The candidate's peak is {text.mib(peak.candidate)} MiB{beside}."
+
+
+def _note(note: str) -> str:
+    """A note of the candidate's, or of how it became the candidate, which names its option."""
+    said_by = "" if note.startswith("--fastlayer-admit ") else "The candidate says: "
+    return f"{said_by}{text.plain(note, 400)}"
 
 
 def _base(base: BaseArm, case: CaseRecord) -> Iterator[str]:
