@@ -15,8 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_fastlayer import baselines
-from pytest_fastlayer.baselines import BaselineError, BaselineNotFoundError, shown
+from pytest_fastlayer import baselines, comparability
+from pytest_fastlayer.baselines import BaselineError, BaselineNotFoundError, Merge, shown
 from pytest_fastlayer.records import (
     GREEN,
     NOTICE,
@@ -43,7 +43,8 @@ exit codes:
   1   figures --check: a table or picture is out of date
   2   usage error, or a record that cannot be read
   10  slower than the baseline, more memory, or below the noise floor (update: refused,
-      also where a case is green by its base alone and the stored figure is better)
+      also where a case is green by its base alone and the stored figure is better,
+      or where it was measured before the stored one; --accept CASE overrides)
   11  incorrect or dishonest
   12  inconclusive, unresolvable or unjudged
   13  not comparable: stored for another reference, workload or method, or a stored
@@ -220,12 +221,12 @@ def judge_against(new: RunRecord, old: RunRecord, policy: Policy, path: str) -> 
             return case  # settled when it was measured; there is no figure to judge anew
         alone = gate.judge(
             case,
-            old,
+            comparability.as_of(old, name),
             name=name,
             device=new.device,
             policy=policy,
             baseline_path=path,
-            software=new.software,
+            software=comparability.as_of(new, name).software,
         )
         if case.base is None:
             return alone
@@ -288,26 +289,32 @@ def _update(arguments: argparse.Namespace) -> int:
             )
             print(f"{source} -> {path}: {merge.summary()}")
             if merge.refused:
-                return _refuse(run, merge.refused)
+                return _refuse(run, old, merge)
             stored[path] = merge.record
         for path, record in stored.items():
             baselines.save(record, path)
     return OK
 
 
-def _refuse(run: RunRecord, names: Sequence[str]) -> int:
+def _refuse(run: RunRecord, old: RunRecord | None, merge: Merge) -> int:
     from pytest_fastlayer import gate
 
     verdicts = []
-    for name in names:
+    for name in merge.refused:
         case = run.cases[name]
-        # Refused though green: by its base alone, while the stored figure is better.
-        by_base = case.verdict in GREEN | NOTICE
-        said = f"{case.verdict.value}, but worse than stored" if by_base else case.verdict.value
-        print(
-            f"refused {label(name, case)}: {said}: {text.plain(case.reason, 400)}", file=sys.stderr
-        )
-        verdicts.append(Verdict.SLOWER if by_base else case.verdict)
+        is_green = case.verdict in GREEN | NOTICE
+        said, why = case.verdict.value, text.plain(case.reason, 400)
+        if old is not None and name in merge.older:
+            now, then = (baselines.measured_at(record.cases[name], record) for record in (run, old))
+            said += ", but older than stored"
+            why = (
+                f"measured {now}, the stored figure {then}: give a newer record, or put the older "
+                f"figure back with --accept {text.plain(name)}"
+            )
+        elif is_green:  # by its base alone, while the stored figure is better
+            said += ", but worse than stored"
+        print(f"refused {label(name, case)}: {said}: {why}", file=sys.stderr)
+        verdicts.append(Verdict.SLOWER if is_green else case.verdict)
     return gate.exit_code(verdicts, gate.Policy())
 
 

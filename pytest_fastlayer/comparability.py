@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pytest_fastlayer.records import CaseRecord, Device, RunRecord, Software, Timing, Verdict
 
+#: Of a kept case whose file does not say what its run was measured with.
+UNRECORDED = Software(python="not recorded", platform="not recorded")
+
 
 def obstacle(
     case: CaseRecord, baseline: RunRecord | None, *, name: str, device: Device, where: str
@@ -85,10 +88,35 @@ def describe(device: Device) -> str:
     return f"{device.name} ({capability}{device.multiprocessors} {units}, {device.memory_mib} MiB)"
 
 
+def as_of(record: RunRecord, name: str) -> RunRecord:
+    """``record`` with date, commit and software of the run that its case ``name`` is of.
+
+    A file says those of its last run; a case kept from an earlier one carries its own. What it
+    does not carry is not known, and is not the last run's: UNRECORDED.
+    """
+    case = record.cases.get(name)
+    origin = None if case is None else case.kept_from
+    if origin is None:
+        return record
+    return record.model_copy(
+        update={
+            "created": origin.created,
+            "commit": origin.commit,
+            "software": origin.software or UNRECORDED,
+        }
+    )
+
+
 def changed_since(now: Software | None, then: Software) -> tuple[str, ...]:
-    """Telemetry that differs, as ``"torch 2.11 -> 2.13"``; explains, never forbids."""
+    """Telemetry that differs, as ``"torch 2.11 -> 2.13"``; explains, never forbids.
+
+    Both are those of the cases' own runs: see ``as_of``.
+    """
     if now is None:
         return ()
+    if UNRECORDED in (now, then):
+        whose = "stored" if then == UNRECORDED else "new"
+        return (f"not known: the {whose} figure's software is not recorded",)
     old, new = then.model_dump(), now.model_dump()
     return tuple(
         f"{field} {old[field]} -> {new[field]}"

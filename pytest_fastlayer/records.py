@@ -457,6 +457,7 @@ class Origin(Model):
 
     created: str
     commit: str | None = None
+    software: Software | None = None  #: None where a version that did not keep it wrote the file
 
 
 class CaseRecord(Model):

@@ -3,7 +3,7 @@
 A baseline is a run record that was accepted, so one reader serves both.
 """
 
-from pytest_fastlayer.baselines.merging import ACCEPTABLE, Merge, merge, unused
+from pytest_fastlayer.baselines.merging import ACCEPTABLE, Merge, measured_at, merge, unused
 from pytest_fastlayer.baselines.reading import (
     BaselineError,
     BaselineNotFoundError,
@@ -21,6 +21,7 @@ __all__ = [
     "find",
     "load",
     "locked",
+    "measured_at",
     "merge",
     "parse",
     "save",

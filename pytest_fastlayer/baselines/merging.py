@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from pytest_fastlayer.baselines.reading import BaselineError, shown
@@ -29,6 +30,7 @@ class Merge:
 
     ``record`` is what the file shall hold: with anything ``refused``, the old cases alone.
     ``unused`` are stored cases that the run no longer has; they are dropped from ``record``.
+    ``older`` are those of the refused that were measured before what is stored.
     """
 
     record: RunRecord
@@ -37,6 +39,7 @@ class Merge:
     unchanged: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+    older: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """``12 new, 1 changed, 0 unchanged, 0 unused, 0 refused``."""
@@ -56,8 +59,8 @@ def merge(
     Args:
         old: the stored baseline, ``None`` for a first one.
         run: a run whose every case has its verdict.
-        accept: names of cases whose worse figure is accepted. Incorrect, dishonest and
-            unresolvable cases cannot be accepted.
+        accept: names of cases whose worse figure is accepted, or one that was measured before
+            the stored one. Incorrect, dishonest and unresolvable cases cannot be accepted.
         selected_all: the run covered every case that exists; only then are stored cases it lacks
             unused. A partial run cannot update a baseline of another provenance.
 
@@ -79,9 +82,15 @@ def merge(
             f"the baseline was recorded on {shown(old.device.name)} and this run on "
             f"{shown(run.device.name)} (or its size differs); update a file of its own"
         )
-    refused = tuple(name for name, case in run.cases.items() if not _storable(name, case, accept))
+    older = () if old is None else tuple(_older(old, run, accept))
+    refused = tuple(
+        name
+        for name, case in run.cases.items()
+        if name in older or not _storable(name, case, accept)
+    )
     if refused:
-        return Merge(old or run.model_copy(update={"cases": {}}), refused=refused)
+        kept_whole = old or run.model_copy(update={"cases": {}})
+        return Merge(kept_whole, refused=refused, older=older)
 
     stored = {} if old is None else dict(old.cases)
     missing = [name for name in stored if name not in run.cases]
@@ -120,9 +129,35 @@ def _storable(name: str, case: CaseRecord, accept: Collection[str]) -> bool:
     return accepted or (case.verdict in GREEN | NOTICE and not case.is_below_stored)
 
 
+def _older(old: RunRecord, run: RunRecord, accept: Collection[str]) -> Iterator[str]:
+    """Cases whose figure would take the place of another one that was measured after it.
+
+    A published figure has the date of its publication, which says nothing of a measurement's.
+    """
+    if old.provenance != run.provenance:
+        return
+    for name, case in run.cases.items():
+        before = old.cases.get(name)
+        if before is None or before.timing is None or case.timing is None or name in accept:
+            continue
+        now, then = measured_at(case, run), measured_at(before, old)
+        if now and then and now < then and _entry(case).timing != before.timing:
+            yield name
+
+
+def measured_at(case: CaseRecord, record: RunRecord) -> datetime | None:
+    """When a case of ``record`` was measured, or None where the record's date is no ISO 8601."""
+    try:
+        found = datetime.fromisoformat((case.kept_from or record).created)
+    except ValueError:
+        return None
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
 def _kept(case: CaseRecord, old: RunRecord) -> CaseRecord:
     """A stored case that outlives the run it was measured in."""
-    origin = case.kept_from or Origin(created=old.created, commit=old.commit)
+    last = Origin(created=old.created, commit=old.commit, software=old.software)
+    origin = case.kept_from or last
     return case.model_copy(update={"kept_from": origin})
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from pytest_fastlayer.comparability import changed_since
 from pytest_fastlayer.records import GREEN, NOTICE, Arm, CaseRecord, RunRecord, Verdict
 from pytest_fastlayer.report import text
 
@@ -366,8 +367,12 @@ def _notices(run: RunRecord) -> list[Line]:
     origins: dict[str, list[str]] = {}
     for name, case in run.cases.items():
         if case.kept_from is not None:
-            told = f"{case.kept_from.created}, commit {case.kept_from.commit or 'unknown'}"
-            origins.setdefault(text.plain(told, 120), []).append(name)
+            then = case.kept_from
+            told = text.plain(f"{then.created}, commit {then.commit or 'unknown'}", 120)
+            # What the heading says is the last run's.
+            changed = changed_since(run.software, then.software) if then.software else ()
+            told += f" ({text.listing(changed)} since)" if changed else ""
+            origins.setdefault(told, []).append(name)
     notices += [f"kept from {told}: {text.listing(names)}" for told, names in origins.items()]
     notices += [text.plain(note, 400) for note in run.notes]
     return [Line(notice, "notice") for notice in notices]

@@ -56,8 +56,14 @@ def summary(run: RunRecord, color: bool = False, merge: Merge | None = None) -> 
     """
     lines = [*tables.explanations(run), *tables.summary(run)]
     if merge is not None:
-        names = {kind: getattr(merge, kind) for kind in ("new", "changed", "unused", "refused")}
-        said = [f"{kind}: {text.listing(found)}" for kind, found in names.items() if found]
+        kinds = ("new", "changed", "unused", "refused", "older")
+        names = {kind: getattr(merge, kind) for kind in kinds}
+        called = {"older": "refused as older than stored"}
+        said = [
+            f"{called.get(kind, kind)}: {text.listing(found)}"
+            for kind, found in names.items()
+            if found
+        ]
         mood: Mood = "bad" if merge.refused else "notice"
         lines.append(Line("; ".join([f"baseline: {merge.summary()}", *said]), mood))
     body = table(run, color).splitlines() if run.cases else ["no case ran"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from makers import DEVICE, case, incorrect, run, timing, unsupported
+from makers import DEVICE, SOFTWARE, case, incorrect, run, timing, unsupported
 
-from pytest_fastlayer.baselines import ACCEPTABLE, BaselineError, find, merge, unused
+from pytest_fastlayer.baselines import ACCEPTABLE, BaselineError, find, merge, parse, unused
+from pytest_fastlayer.comparability import as_of, changed_since
 from pytest_fastlayer.records import GREEN, NOTICE, Comparison, Origin, Verdict
 
 
@@ -42,7 +43,7 @@ def test_partial_run_keeps_what_it_did_not_measure():
     result = merge(old, run({"a": case(speedup=5)}), selected_all=False)
     assert set(result.record.cases) == {"a", "b"}
     assert (result.changed, result.unchanged, result.unused) == (("a",), ("b",), ())
-    origin = Origin(created="2026-11-30T08:00:00+00:00", commit="abc1234")
+    origin = Origin(created="2026-11-30T08:00:00+00:00", commit="abc1234", software=SOFTWARE)
     assert {name: each.kept_from for name, each in result.record.cases.items()} == {
         "a": None,
         "b": origin,
@@ -53,9 +54,80 @@ def test_partial_run_keeps_what_it_did_not_measure():
     assert (again.changed, again.unchanged) == ((), ("a", "b"))
     assert again.record.cases["b"].kept_from == origin
     last = merge(again.record, run({"b": case(speedup=6)}), selected_all=False).record
-    assert last.cases["a"].kept_from == Origin(created=later.created, commit=later.commit)
+    assert last.cases["a"].kept_from == Origin(
+        created=later.created, commit=later.commit, software=SOFTWARE
+    )
     assert last.cases["b"].kept_from is None
     assert last.notes == ()
+
+
+def test_a_kept_case_takes_its_own_run_s_software_along():
+    older = SOFTWARE.model_copy(update={"torch": "2.11.0"})
+    first = merge(None, run({"a": case(), "b": case()}, software=older), selected_all=True).record
+    for speedup in (5, 6):
+        first = merge(first, run({"b": case(speedup=speedup)}), selected_all=False).record
+    assert first.cases["a"].kept_from.software == older
+    assert as_of(first, "a").software == older
+    assert as_of(first, "b").software == as_of(first, "none").software == SOFTWARE
+    assert changed_since(SOFTWARE, as_of(first, "a").software) == ("torch 2.11.0 -> 2.13.0",)
+
+
+def test_a_file_that_did_not_keep_the_software_is_read_and_says_so():
+    written = Origin(created="2026-11-29T08:00:00+00:00")
+    old = parse(run({"a": case(kept_from=written)}).to_json(), source="old.json")
+    assert old.cases["a"].kept_from == written
+    found = merge(old, run({"b": case()}), selected_all=False).record
+    assert found.cases["a"].kept_from == written  # not the last run's: not known
+    stored = as_of(found, "a")
+    assert (stored.created, stored.commit) == (written.created, None)
+    (told,) = changed_since(SOFTWARE, stored.software)
+    assert told == "not known: the stored figure's software is not recorded"
+    (told,) = changed_since(stored.software, SOFTWARE)
+    assert "the new figure's" in told
+    assert changed_since(None, stored.software) == ()
+
+
+OLDER, NEWER = "2026-11-29T08:00:00+00:00", "2026-12-01T08:00:00+00:00"
+
+
+@pytest.mark.parametrize(
+    ("created", "is_older"),
+    [
+        (OLDER, True),
+        ("2026-11-30T08:30:00+01:00", True),  # half past seven
+        ("2026-11-30T07:59:59", True),  # without a zone: UTC
+        ("2026-11-30T08:00:00+00:00", False),
+        (NEWER, False),
+        ("", False),  # says nothing
+    ],
+)
+def test_an_older_figure_replaces_a_newer_one_by_name_alone(created, is_older):
+    old = stored(a=case(), b=case())
+    late = run({"a": case(speedup=5), "c": case()}, created=created)
+    result = merge(old, late, selected_all=False)
+    assert result.older == result.refused == (("a",) if is_older else ())
+    if is_older:
+        assert result.record == old
+    accepted = merge(old, late, accept={"a"}, selected_all=False)
+    assert (accepted.older, accepted.changed, accepted.new) == ((), ("a",), ("c",))
+
+
+def test_only_another_figure_can_be_too_old():
+    old = stored(same=case(), untimed=case(), bare=case(Verdict.ACCURATE, None))
+    late = run(
+        {"same": case(), "untimed": case(Verdict.ACCURATE, None), "bare": case(), "new": case()},
+        created=OLDER,
+    )
+    assert merge(old, late, selected_all=True).refused == ()
+    published = run({"same": case(speedup=2)}, provenance="published")
+    assert merge(published, late, selected_all=True).refused == ()
+
+
+def test_a_kept_case_is_as_old_as_its_own_run():
+    mixed = merge(stored(a=case(), b=case()), run({"b": case()}, created=NEWER), selected_all=False)
+    between = run({"a": case(speedup=5), "b": case(speedup=5)}, created="2026-11-30T09:00:00+00:00")
+    assert merge(mixed.record, between, selected_all=True).older == ("b",)
+    assert merge(between, mixed.record, selected_all=True).older == ("a",)
 
 
 @pytest.mark.parametrize("verdict", sorted(set(Verdict) - GREEN - NOTICE))
@@ -109,7 +181,7 @@ def test_untimed_run_never_erases_a_figure():
     old = stored(a=case(), b=case())
     new = run({"a": case(Verdict.ACCURATE, None), "b": unsupported()})
     result = merge(old, new, selected_all=True)
-    origin = Origin(created=old.created, commit=old.commit)
+    origin = Origin(created=old.created, commit=old.commit, software=old.software)
     for name, kept in result.record.cases.items():
         assert kept == old.cases[name].model_copy(update={"kept_from": origin})
     assert result.unchanged == ("a", "b")

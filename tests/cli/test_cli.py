@@ -16,7 +16,7 @@ from pytest_fastlayer import gate as gate_module
 from pytest_fastlayer.baselines import load, save
 from pytest_fastlayer.cli import EXIT_CODES, main
 from pytest_fastlayer.gate import Policy
-from pytest_fastlayer.records import Comparison, PeakMemory, RunRecord, Verdict
+from pytest_fastlayer.records import Comparison, Origin, PeakMemory, RunRecord, Verdict
 
 
 @pytest.fixture
@@ -198,6 +198,35 @@ def test_software_is_telemetry(write, gate):
     assert "torch 2.13.0 -> 2.14.0" in out
 
 
+def test_software_is_that_of_the_case_s_own_run(write, gate):
+    """A file says what its last run used; a case kept from an earlier one used its own."""
+    before = SOFTWARE.model_copy(update={"torch": "2.11.0"})
+    kept = Origin(created="2026-11-29T08:00:00+00:00", software=before)
+    old = write("old.json", run({"a": case(kept_from=kept), "b": case()}))
+    new = write("new.json", run({"a": case(), "b": case()}))
+    cases = json.loads(gate("compare", old, new, "--format", "json")[1])["cases"]
+    changed = {name: each["comparison"]["changed_since"] for name, each in cases.items()}
+    assert changed == {"a": ["torch 2.11.0 -> 2.13.0"], "b": []}
+    assert (
+        "kept from 2026-11-29T08:00:00+00:00, commit unknown (torch 2.11.0 -> 2.13.0 since)"
+        in (gate("show", old)[1])
+    )
+    # And where it is the new record that holds one.
+    cases = json.loads(gate("compare", new, old, "--format", "json")[1])["cases"]
+    assert cases["a"]["comparison"]["changed_since"] == ["torch 2.13.0 -> 2.11.0"]
+
+
+def test_software_that_is_not_recorded_is_not_the_last_run_s(write, gate):
+    kept = Origin(created="2026-11-29T08:00:00+00:00")
+    old = write("old.json", run({"a": case(kept_from=kept)}))
+    code, out, _ = gate("compare", old, write("new.json", run()))
+    assert code == 0
+    assert (
+        "changed since the baseline: not known: the stored figure's software is not recorded"
+        in (out)
+    )
+
+
 @pytest.mark.parametrize("form", ["table", "markdown", "json", "github"])
 def test_formats(form, write, gate, tmp_path, monkeypatch):
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
@@ -299,6 +328,24 @@ def test_update_that_refuses_a_figure_worse_than_stored_is_no_success(write, gat
     assert "refused a: PASS, but worse than stored: why" in err
     assert (tmp_path / "b.json").read_bytes() == before
     assert gate("update", new, "--baseline", path, "--accept", "a")[0] == 0
+
+
+def test_update_with_an_older_record_needs_the_name(write, gate, tmp_path):
+    path = write("b.json", run())
+    before = (tmp_path / "b.json").read_bytes()
+    old = write("old.json", run({"a": case(speedup=3)}, created="2026-11-29T08:00:00+00:00"))
+    code, out, err = gate("update", old, "--baseline", path)
+    assert code == 10
+    assert "1 refused" in out
+    assert "refused a: PASS, but older than stored: measured 2026-11-29 08:00:00" in err
+    assert "the stored figure 2026-11-30 08:00:00" in err
+    assert "--accept a" in err
+    assert (tmp_path / "b.json").read_bytes() == before
+    assert gate("update", old, "--baseline", path, "--accept", "a")[0] == 0
+    assert load(path).cases["a"].timing.speedup == 3
+    new = write("new.json", run({"a": case(speedup=6)}))
+    assert gate("update", new, old, "--baseline", path)[0] == 10  # the order given is not the age
+    assert gate("update", old, new, "--baseline", path)[0] == 0
 
 
 def test_update_never_accepts_incorrect(write, gate, tmp_path):

@@ -331,7 +331,7 @@ def test_base_statuses_are_all_there():
 
 def test_memory_probes_arms_and_roofline_are_in_the_sentences():
     whole = full_case(
-        notes=("guard: 0.3",),
+        notes=("guard: 0.3", "--fastlayer-admit took variant b for the candidate"),
         work=Work(flops=989e9, bytes=1),
         timing=timing(reference_s=8e-3, candidate_s=2e-3),
     )
@@ -340,6 +340,7 @@ def test_memory_probes_arms_and_roofline_are_in_the_sentences():
         "Memory. The candidate's peak is 75.0 MiB; reference 103.1 MiB.",
         "Honesty. 0 of 1 probes caught the candidate.",
         "The candidate says: guard: 0.3",
+        "\n--fastlayer-admit took variant b for the candidate",
         "Rival compiled: 2.00x [1.99, 2.01] PASS.",
         "Variant sdpa: INCORRECT, 3 elements out.",
         "peak rates this work takes 1.000 ms; the candidate takes 2.00 times that (NVIDIA H200",

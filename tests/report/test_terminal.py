@@ -133,6 +133,13 @@ def test_baseline_update_is_counted():
     assert "baseline: 0 new, 0 changed, 0 unchanged, 0 unused, 1 refused; refused: b" in shown
 
 
+def test_what_an_update_refused_as_too_old_is_named():
+    late = run({"a": case(speedup=5)}, created="2026-11-29T08:00:00+00:00")
+    refused = merge(run({"a": case()}), late, selected_all=True)
+    shown = "\n".join(terminal.summary(late, merge=refused))
+    assert "1 refused; refused: a; refused as older than stored: a" in shown
+
+
 def test_heading():
     assert terminal.heading(run()) == (
         "NVIDIA H200 (132 SMs, 9.0), torch 2.13.0, triton 3.7.1, commit abc1234"
