@@ -11,13 +11,14 @@ from __future__ import annotations
 import datetime
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_fastlayer.options import Settings
+from pytest_fastlayer.selection import Selection
 
 if TYPE_CHECKING:
     from pytest_fastlayer.baselines import Merge
@@ -42,15 +43,17 @@ class Run:
 
     settings: Settings
     commit: str | None = None
+    root: Path | None = None  #: the project's folder, which node ids are relative to
     default_json: Path | None = None
     selected: int = 0  #: items left after deselection, in this process
-    failed_without_record: int = 0  #: tests that failed before they had anything to record
-    interrupted: bool = False
-    complete: bool = False  #: every benchmark of the project was selected and ran
+    selection: Selection = field(default_factory=Selection)  #: of all processes
+    exit_status: int = 0  #: pytest's, before anything here is judged
+    complete: bool = False  #: nothing was left out, and all that was chosen came to its end
     headers: dict[str, dict[str, Any]] = field(default_factory=dict)  #: by device name
     cases: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)  #: case name -> nodeid
     errors: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)  #: to be told, and no fault of the run
     outcomes: list[Outcome] = field(default_factory=list)
     written: list[Path] = field(default_factory=list)
 
@@ -76,6 +79,12 @@ class Run:
 
     def finish(self) -> bool:
         """Judge the run as a whole, write what was asked for; True if nothing is red."""
+        unfinished = self.selection.unfinished
+        if unfinished and self.exit_status == 0:
+            self.errors.append(
+                f"the run ended before {_named(unfinished)} came to an end, and yet without a "
+                "failure: what was not judged is not green"
+            )
         if not self.cases:
             if self.settings.update_baseline:
                 self.errors.append("no case was measured, so no baseline was updated")
@@ -149,20 +158,38 @@ class Run:
 
         if not self.complete or self.settings.update_baseline:
             return
-        known = set(self.owners)
         for outcome in self.outcomes:
             try:
                 stored = self.stored.of(outcome.record.device)
             except baselines.BaselineError as error:
                 self.errors.append(str(error))
                 continue
-            unused = [] if stored is None else baselines.unused(stored, known)
+            unused = self._gone(stored, outcome)
             if unused:
                 self.errors.append(
                     f"{outcome.baseline.name} stores {', '.join(unused)}, which no test measures "
                     "any more; remove the entry with --fastlayer-update-baseline, or restore the "
                     "test"
                 )
+
+    def _gone(self, stored: RunRecord | None, outcome: Outcome) -> list[str]:
+        """Stored cases that certainly no test measures any more, in the file's order.
+
+        None in a run that left anything out, nor in a file outside the project, whose tests may be
+        another's.
+        """
+        from pytest_fastlayer import baselines
+
+        if stored is None or not self.complete or not self._is_own(outcome.baseline):
+            return []
+        return [
+            name
+            for name in baselines.unused(stored, set(self.owners))
+            if self.selection.lacks(stored.cases[name].nodeid)
+        ]
+
+    def _is_own(self, path: Path) -> bool:
+        return self.root is not None and path.resolve().is_relative_to(self.root.resolve())
 
     def _write(self) -> None:
         from pytest_fastlayer import baselines
@@ -228,10 +255,11 @@ class Run:
     def _update_baselines(self) -> None:
         from pytest_fastlayer import baselines
 
-        if self.errors or self.interrupted or self.failed_without_record:
+        objections = self._objections()
+        if objections:
             self.errors.append(
-                "no baseline was updated: the run was interrupted, has an error, or a test failed "
-                "without a record; the stored files are as they were"
+                f"the baseline was not updated: {'; '.join(objections)}; the stored files are as "
+                "they were"
             )
             return
         for outcome in self.outcomes:
@@ -239,6 +267,31 @@ class Run:
                 self._update_baseline(outcome)
             except (OSError, baselines.BaselineError) as error:
                 self.errors.append(f"{outcome.baseline.name} was not updated: {error}")
+
+    def _objections(self) -> list[str]:
+        """Why no stored file may be touched: a baseline is of a run that is green throughout."""
+        from pytest_fastlayer import baselines
+
+        found: list[str] = []
+        red: list[str] = []
+        for outcome in self.outcomes:
+            accepted = self.settings.accept & set(outcome.record.cases)
+            alone = baselines.merge(None, outcome.record, accept=accepted, selected_all=False)
+            red += alone.refused
+        if red:
+            found.append(
+                f"not green: {', '.join(red)} (mend them, or accept one by name with "
+                "--fastlayer-accept CASE)"
+            )
+        if self.selection.failed:
+            found.append(f"failed: {_named(list(self.selection.failed))}")
+        if self.selection.unfinished:
+            found.append(f"not run to the end: {_named(self.selection.unfinished)}")
+        if self.exit_status:
+            found.append(f"pytest ends with exit status {int(self.exit_status)}")
+        if self.errors:
+            found.append("the run has the errors told above")
+        return found
 
     def _update_baseline(self, outcome: Outcome) -> None:
         from pytest_fastlayer import baselines
@@ -248,9 +301,12 @@ class Run:
         with baselines.locked(path):
             old = baselines.load(path) if path.exists() else None
             accepted = self.settings.accept & set(outcome.record.cases)
-            merge = baselines.merge(
-                old, outcome.record, accept=accepted, selected_all=self.complete
-            )
+            gone = self._gone(old, outcome)
+            if old is not None and gone:
+                rest = {name: case for name, case in old.cases.items() if name not in gone}
+                old = old.model_copy(update={"cases": rest})
+            merge = baselines.merge(old, outcome.record, accept=accepted, selected_all=False)
+            merge = replace(merge, unused=tuple(gone))
             outcome.merge = merge
             if merge.refused:
                 self.errors.append(
@@ -261,10 +317,21 @@ class Run:
             baselines.save(merge.record, path)
             outcome.is_saved = True
             self.written.append(path)
+        kept = [] if old is None else baselines.unused(old, set(outcome.record.cases))
+        if kept:
+            self.notices.append(
+                f"{path.name}: {len(kept)} kept: not in this run: {_named(kept)}; 'fastlayer-gate "
+                "update RECORD --complete' removes what a record lacks"
+            )
 
 
 def _write_text(path: Path, render: Callable[[], str]) -> None:
     path.write_text(render(), encoding="utf-8")
+
+
+def _named(names: Sequence[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _now() -> str:

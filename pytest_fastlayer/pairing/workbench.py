@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 from pytest_fastlayer import devices, environment, gate, probes
@@ -21,10 +22,13 @@ from pytest_fastlayer.immutable import held_tensors
 from pytest_fastlayer.pairing import arms, checking, judging, speed
 from pytest_fastlayer.pairing.pair import FIRST_SEED, Draft, Pair, device_of, first_line
 from pytest_fastlayer.pairing.terms import Terms
-from pytest_fastlayer.records import CaseRecord, Device, Timing, Verdict
+from pytest_fastlayer.records import CaseRecord, Device, Probe, Timing, Verdict
 from pytest_fastlayer.session import payload_of
 from pytest_fastlayer.stack import with_room
 from pytest_fastlayer.stored import Stored
+
+#: Ends a test, or the run, without a failure of it: recorded even before there is a figure.
+_BREAKING_OFF = (KeyboardInterrupt, pytest.exit.Exception, pytest.skip.Exception)
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,10 @@ class Workbench:
     stored: Stored  #: what timed cases are held against
     base: Request | None = None  #: and the base, where the run has one
     watch: probes.Watch = field(default_factory=probes.Watch)  #: taken before the candidate runs
+
+    def __post_init__(self) -> None:
+        # Bound before the candidate runs, which could put another in its place.
+        self._changes = self.watch.changes
 
     def run(self, pair: Pair) -> Outcome:
         """Measure and judge a pair.
@@ -80,12 +88,39 @@ class Workbench:
         try:
             with_room(lambda: self._measure(pair, draft, device, header, rivals))
         except BaseException as error:  # a skip or an interrupt, too, must not cost the figures
-            if not draft.has_figures:
+            if not (draft.has_figures or isinstance(error, _BREAKING_OFF)):
                 raise
-            why = f"{first_line(error)}, raised while the case was {draft.step}"
-            case = gate.unjudged(draft.case, f"{why}; what had been measured is kept")
-            return Outcome(case, header, draft.message, error)
-        return Outcome(draft.case, header, draft.message)
+            why = f"{first_line(error).removesuffix(': ')}, raised while the case was {draft.step}"
+            rest = "what" if draft.has_figures else "nothing"
+            kept = f"{rest} had been measured{' is kept' if draft.has_figures else ''}"
+            case = gate.unjudged(draft.case, f"{why}; {kept}")
+            return Outcome(self._unless_tampered(case), header, draft.message, error)
+        return Outcome(self._unless_tampered(draft.case), header, draft.message)
+
+    def _unless_tampered(self, case: CaseRecord) -> CaseRecord:
+        """The case; DISHONEST and without a speed if the gate is no longer what it was.
+
+        Whatever ran last, a rival too, could have changed what judged it.
+        """
+        found = self._changes()
+        if not found or case.verdict is Verdict.DISHONEST:
+            return case
+        caught = Probe(
+            name="state_at_the_end",
+            passed=False,
+            message=f"the run was tampered with: {'; '.join(found)}",
+        )
+        return case.model_copy(
+            update={
+                "verdict": Verdict.DISHONEST,
+                "reason": f"{caught.name}: {caught.message}",
+                "probes": (*case.probes, caught),
+                "timing": None,
+                "rivals": (),
+                "comparison": None,
+                "base": None,
+            }
+        )
 
     def _measure(
         self,
