@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import pytest
 
@@ -68,6 +68,10 @@ class ArmError(Exception):
         self.status: BaseStatus = status
         self.reason = reason
         self.tail = tuple(tail)
+
+
+class DishonestArmError(Exception):
+    """The candidate of this tree does not compute, where it is served, what its time is for."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +219,15 @@ class Child:
         own: BaseStatus = status if status in ("crashed", "timeout") else "failed"
         return ArmError(own, f"the process of {self._whose}: {reason}", tail)
 
+    def accusation(self, arm: str, status: BaseStatus, reason: str) -> Exception:
+        """What a timed arm did that its figure cannot stand on: of this tree's candidate or not.
+
+        A base that does it has no figure; a head that does it is dishonest.
+        """
+        if self._whose and arm == "candidate":
+            return DishonestArmError(f"in the process of {self._whose}: {reason}")
+        return self.error(status, reason)
+
     def ready(self) -> dict[str, Any]:
         """What the pair says of itself once the test has made it. Raises ArmError."""
         facts = self._await("pair", "make its pair")
@@ -340,6 +353,22 @@ class RemoteArm:
     arm: Literal["reference", "candidate"]
 
 
+class Witness(Protocol):
+    """Sees to it that what is timed is what was asked for."""
+
+    def file(self, arm: RemoteArm) -> Path | None:
+        """Where the next block is to leave an output; None where it need not."""
+        ...
+
+    def look(self, arm: RemoteArm, file: Path) -> None:
+        """Raises what ``Child.accusation`` makes of an output that is not the reference's."""
+        ...
+
+    def renewed(self, seed: int) -> None:
+        """The arms are fed the contents of ``seed`` from now on."""
+        ...
+
+
 @dataclass
 class RemoteClock:
     """The clock of the arms' processes: it times a block where the arm is."""
@@ -348,12 +377,20 @@ class RemoteClock:
     resolution_s: float
     settle_s: float
     children: tuple[Child, ...] = field(repr=False)
+    witness: Witness | None = field(default=None, repr=False)  #: once contents have been renewed
 
     def block(self, fn: Any, forwards: int, *, cold: bool = False) -> BlockTime:
         """Time ``forwards`` calls of a `RemoteArm`."""
-        return BlockTime(
-            **_figures(fn.child.ask("block", arm=fn.arm, forwards=forwards, cold=cold))
-        )
+        file = self.witness.file(fn) if self.witness is not None else None
+        order = {"arm": fn.arm, "forwards": forwards, "cold": cold}
+        answer = fn.child.ask("block", **order, file=None if file is None else str(file))
+        if answer["replaced"]:
+            names = text.plain(", ".join(answer["replaced"][:5]), 300)
+            reason = f"{names} replaced: whoever replaces a timer or a judge sets its own figure"
+            raise fn.child.accusation(fn.arm, "failed", reason)
+        if self.witness is not None and file is not None:
+            self.witness.look(fn, file)
+        return BlockTime(**_figures(answer))
 
     def synchronize(self) -> None:
         """Nothing to wait for: an arm answers when its device has finished."""
@@ -362,6 +399,8 @@ class RemoteClock:
         """New contents for every arm, untimed."""
         for child in self.children:
             child.ask("renew", seed=seed)
+        if self.witness is not None:
+            self.witness.renewed(seed)
 
 
 def _figures(answer: dict[str, Any]) -> dict[str, float]:

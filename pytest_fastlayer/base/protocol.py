@@ -73,7 +73,12 @@ ANSWERS: Mapping[str, _Fields] = {
         "route": lambda value: value is None or isinstance(value, str),
         "launch": lambda value: value is None or isinstance(value, dict),
     },
-    "block": {"seconds": _is_time, "wall_s": _is_time, "tail_s": _is_time},
+    "block": {
+        "seconds": _is_time,
+        "wall_s": _is_time,
+        "tail_s": _is_time,
+        "replaced": _are_texts,
+    },
 }
 #: Beside these, only what ends a test may come.
 _ENDINGS = frozenset(EVENTS) - {"pair", "answer"}

@@ -24,9 +24,17 @@ from pytest_fastlayer import accuracy, gate, records, timing
 from pytest_fastlayer import statistics as stats
 from pytest_fastlayer.base import judging
 from pytest_fastlayer.base.arms import FIRST_SEED, ServedPair, digest, flattened
-from pytest_fastlayer.base.client import ArmError, Child, RemoteArm, RemoteClock, Request
+from pytest_fastlayer.base.client import (
+    ArmError,
+    Child,
+    DishonestArmError,
+    RemoteArm,
+    RemoteClock,
+    Request,
+)
 from pytest_fastlayer.base.figures import ProcessSet, summarize
 from pytest_fastlayer.base.rounds import ArmName, Rounds, measure_rounds
+from pytest_fastlayer.base.witness import TimedOutputs
 from pytest_fastlayer.feeding import arguments
 from pytest_fastlayer.measurement import FIRST_TIMED_SEED, MIN_PAIRS, Progress, Schedule
 from pytest_fastlayer.nvml import NvmlMonitor
@@ -34,6 +42,8 @@ from pytest_fastlayer.records import BaseArm, RootMeanSquare, Verdict
 from pytest_fastlayer.report import text
 from pytest_fastlayer.samples import PairedSamples
 
+#: Verdict of a base that its process's failure says something of.
+_VERDICTS = {"unsupported": Verdict.UNSUPPORTED, "incorrect": Verdict.INCORRECT}
 #: Head and base get blocks of one size unless their costs differ by more than this factor.
 ALIKE = 1.5
 
@@ -113,21 +123,26 @@ def flat(function: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 
 def against_base(request: Request, question: Question) -> BaseArm:
-    """The record of the base: its figures, or why it has none. Every process is gone afterwards."""
+    """The record of the base: its figures, or why it has none. Every process is gone afterwards.
+
+    Raises:
+        DishonestArmError: this tree's candidate does not compute what it is timed for.
+    """
     with tempfile.TemporaryDirectory(
         prefix="fastlayer-arms-", dir=request.base.scratch, ignore_cleanup_errors=True
     ) as folder:
         try:
             return _ThreeWay(request, question, Path(folder)).run()
         except ArmError as error:
-            unsupported = error.status == "unsupported"
             return _record(
                 request,
                 status=error.status,
                 reason=error.reason,
-                verdict=Verdict.UNSUPPORTED if unsupported else None,
+                verdict=_VERDICTS.get(error.status),
                 tail=error.tail,
             )
+        except DishonestArmError:
+            raise
         except OwnFaultError as fault:
             raise (fault.__cause__ or fault) from None
         except Exception as error:  # a base may do what it likes, this tree's test goes on
@@ -182,6 +197,9 @@ class _ThreeWay:
                     facts["resolution_s"],
                     facts["settle_s"],
                     tuple(children.values()),
+                    TimedOutputs(
+                        flat(ask.pair.reference), own(ask.pair.inputs), ask.tolerance, self._folder
+                    ),
                 )
                 forwards = sets[0].rounds.forwards if sets else None
                 sets.append(self._measure(children, clock, monitor, forwards))
@@ -319,7 +337,22 @@ class _ThreeWay:
             progress=ask.progress,
         )
         control = self._control(children, clock, monitor, rounds.forwards["head"])
+        self._look_once_more(arms, clock, rounds.forwards, cold=plan.l2 == "cold")
         return ProcessSet(rounds, control)
+
+    @staticmethod
+    def _look_once_more(
+        arms: Mapping[ArmName, RemoteArm],
+        clock: RemoteClock,
+        forwards: Mapping[ArmName, int],
+        *,
+        cold: bool,
+    ) -> None:
+        """A last block of each arm, which is looked at whatever it costs: no figure of its own."""
+        assert isinstance(clock.witness, TimedOutputs)
+        clock.witness.is_strict = True
+        for name, arm in arms.items():
+            clock.block(arm, forwards[name], cold=cold)
 
     def _control(
         self,

@@ -10,11 +10,11 @@ import torch
 
 from pytest_fastlayer import gate
 from pytest_fastlayer.base import judging as base_judging
-from pytest_fastlayer.base.client import Request
+from pytest_fastlayer.base.client import DishonestArmError, Request
 from pytest_fastlayer.base.threeway import Question, against_base
 from pytest_fastlayer.pairing.pair import Draft, Pair
 from pytest_fastlayer.pairing.terms import Terms
-from pytest_fastlayer.records import Device, Software
+from pytest_fastlayer.records import Device, Probe, Software, Verdict
 from pytest_fastlayer.stored import Stored
 
 
@@ -39,7 +39,10 @@ def judge(
 def hold_against_base(
     pair: Pair, terms: Terms, draft: Draft, request: Request, device: torch.device
 ) -> None:
-    """Time the base's candidate beside this one's: the same work, tolerance and schedule."""
+    """Time the base's candidate beside this one's: the same work, tolerance and schedule.
+
+    A candidate of this tree that is wrong while it is timed there is DISHONEST, and has no base.
+    """
     measured = draft.case.accuracy
     assert measured is not None
     draft.spare = None  # an output's memory, which the base may need
@@ -54,5 +57,16 @@ def hold_against_base(
         policy=terms.policy(),
         progress=terms.progress,
     )
-    base = against_base(request, question)
+    try:
+        base = against_base(request, question)
+    except DishonestArmError as error:
+        caught = Probe(name="served_output", passed=False, message=str(error))
+        draft.add(
+            probes=(*draft.case.probes, caught),
+            verdict=Verdict.DISHONEST,
+            reason=f"{caught.name}: {caught.message}",
+            timing=None,  # no figure of a candidate that is paid for something else
+            comparison=None,
+        )
+        return
     draft.case = base_judging.settle(draft.case, base, name=pair.name, policy=terms.policy())

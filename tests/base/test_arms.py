@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +16,25 @@ import torch
 from pytest_fastlayer import gate
 from pytest_fastlayer.accuracy import Tolerance
 from pytest_fastlayer.base import threeway
-from pytest_fastlayer.base.arms import Arms
-from pytest_fastlayer.base.client import Child, Request
+from pytest_fastlayer.base.arms import Arms, Fed
+from pytest_fastlayer.base.client import Child, DishonestArmError, RemoteArm, Request
 from pytest_fastlayer.base.trees import Base, Tree
+from pytest_fastlayer.base.witness import TimedOutputs
+from pytest_fastlayer.feeding import Feed
 from pytest_fastlayer.immutable import FrozenReference, freeze
 from pytest_fastlayer.measurement import Schedule
+from pytest_fastlayer.pairing import judging
+from pytest_fastlayer.pairing.pair import Draft
+from pytest_fastlayer.records import Accuracy, CaseRecord, Method, Timing, Verdict
 
+RIGHT = Accuracy(
+    trials=1,
+    seeds=(1234,),
+    failed=0,
+    nonfinite=0,
+    total=8,
+    tolerance=Tolerance().record(),
+)
 JOB = {"device": "cpu", "tree": "/base", "other": None}
 TREE = Tree(Path("/base"), Path("/base"))
 
@@ -115,11 +131,13 @@ class Local(Child):
 
 @pytest.fixture
 def held_against(monkeypatch, tmp_path):
-    """The record of a base whose candidate (and so on) is given; the head is relu."""
+    """The record of a base whose candidate (and so on) is given; the head is relu, unless given."""
 
-    def held(candidate=torch.relu, own=torch.relu, **changes):
+    def held(candidate=torch.relu, own=torch.relu, head=torch.relu, **changes):
         class Theirs(Local):
-            pair = Pair(candidate, **changes)
+            def __init__(self, *given, whose="", **named):
+                self.pair = Pair(head) if whose else Pair(candidate, **changes)
+                super().__init__(*given, whose=whose, **named)
 
         monkeypatch.setattr(threeway, "Child", Theirs)
         question = threeway.Question(
@@ -174,3 +192,113 @@ def test_this_tree_s_own_error_is_its_test_s(held_against):
 def test_a_base_of_other_inputs_is_another_workload(held_against):
     base = held_against(inputs=lambda seed: (torch.ones(8),))
     assert base.status == "different"
+
+
+# -- what is timed is what was asked for --------------------------------------------------------
+
+
+def wrong_while_timed(x):
+    return torch.relu(x) if gc.isenabled() else x  # no collection inside a block
+
+
+class WrongLater:
+    """Right in its first timed blocks, instantly wrong in all that follow."""
+
+    def __init__(self, blocks):
+        self.left, self.was_timed = blocks, False
+
+    def __call__(self, x):
+        is_timed = not gc.isenabled()
+        self.left -= is_timed and not self.was_timed
+        self.was_timed = is_timed
+        return torch.relu(x) if self.left >= 0 else x
+
+
+SAID = "an output of a timed block is not the reference's on the same contents"
+
+
+@pytest.mark.parametrize("candidate", [wrong_while_timed, WrongLater(6)])
+def test_a_base_that_is_wrong_while_it_is_timed_has_no_figure(held_against, candidate):
+    base = held_against(candidate)
+    assert (base.status, base.verdict, base.timing) == ("incorrect", "INCORRECT", None)
+    assert base.reason.startswith(SAID)
+
+
+def test_a_head_that_is_wrong_while_it_is_timed_is_dishonest(held_against):
+    with pytest.raises(DishonestArmError, match=f"this tree's own head: {SAID}"):
+        held_against(head=wrong_while_timed)
+
+
+def test_honest_arms_are_measured(held_against):
+    base = held_against()
+    assert base.status == "measured"
+    assert base.timing is not None
+
+
+def test_a_timer_that_is_replaced_where_an_arm_is_served_is_named(held_against, monkeypatch):
+    original = time.perf_counter
+
+    def patching(x):
+        if not gc.isenabled():
+            monkeypatch.setattr(time, "perf_counter", lambda: original() / 10)
+        return torch.relu(x)
+
+    base = held_against(patching)
+    assert base.status == "failed"
+    assert base.reason.startswith("time.perf_counter replaced")
+
+
+def test_no_call_of_a_block_is_safe_from_being_looked_at():
+    feed, calls = Feed((0,)), []
+    fed = Fed(lambda _: calls.append(1) or len(calls), feed)
+    kept = set()
+    for _ in range(100):
+        calls.clear()
+        fed.keep_one_of(3)
+        for _ in range(3):
+            fed()
+        kept.add(fed.take())
+        assert fed.take() is None  # and it is let go
+    assert kept == {1, 2, 3}
+
+
+def test_blocks_are_looked_at_as_time_allows(tmp_path):
+    arm, other = RemoteArm(object(), "candidate"), RemoteArm(object(), "candidate")
+    witness = TimedOutputs(lambda x: {"output": x}, inputs, Tolerance(), tmp_path)
+    assert witness.file(arm) is None  # settling
+    witness.renewed(1)
+    assert witness.file(arm)
+    assert {witness.file(arm) is None for _ in range(100)} == {True, False}
+    witness._spent_s = 1e9
+    assert {witness.file(arm) for _ in range(100)} == {None}
+    assert witness.file(other)  # each arm's first block
+    witness.is_strict = True
+    assert witness.file(arm)
+
+
+def test_a_dishonest_head_has_no_figure(monkeypatch):
+    def against_base(request, question):
+        raise DishonestArmError("in the process of this tree's own head: wrong")
+
+    monkeypatch.setattr(judging, "against_base", against_base)
+    timing = Timing(
+        method=Method(clock="cpu_clock", settle_s=0, block_ms=1),
+        reference_s=1,
+        candidate_s=1,
+        speedup=1,
+        ci=(1, 1),
+        noise_floor=0,
+        pairs=6,
+    )
+    draft = Draft(CaseRecord(verdict=Verdict.PASS, accuracy=RIGHT, timing=timing), cost=(1, 1))
+    terms = SimpleNamespace(
+        tolerance=lambda own: Tolerance(),
+        schedule=lambda device: Schedule(6, 0, 1, 1, "warm", 0.01),
+        policy=gate.Policy,
+        progress=print,
+    )
+    pair = SimpleNamespace(tolerance=None, name="a")
+    judging.hold_against_base(pair, terms, draft, None, torch.device("cpu"))
+    assert draft.case.verdict is Verdict.DISHONEST
+    assert draft.case.timing is None
+    assert draft.case.reason == "served_output: in the process of this tree's own head: wrong"

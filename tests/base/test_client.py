@@ -176,7 +176,7 @@ PAIR = {
     "settle_s": 0.0,
     "foreign": [],
 }
-BLOCK = {"id": 1, "seconds": 1.0, "wall_s": 1.0, "tail_s": 0.0}
+BLOCK = {"id": 1, "seconds": 1.0, "wall_s": 1.0, "tail_s": 0.0, "replaced": []}
 
 
 @pytest.mark.parametrize(
