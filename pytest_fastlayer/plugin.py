@@ -248,6 +248,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         }
 
 
+#: Exit statuses for which pytest's terminal asks for a summary; others get ours all the same.
+_SUMMARIZED = frozenset(pytest.ExitCode) - {pytest.ExitCode.INTERNAL_ERROR}
+
+
 class Recorder:
     """The controller's side: takes records off reports, judges and writes once all are in."""
 
@@ -297,6 +301,9 @@ class Recorder:
         if not run.finish() and exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         self._describe_suite()
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None and exitstatus not in _SUMMARIZED:
+            self.pytest_terminal_summary(reporter)
 
     def _default_json(self) -> Path | None:
         """Where a benchmark's record goes without ``--fastlayer-json``: into pytest's cache.

@@ -1,9 +1,9 @@
 """What a run collected, what it brought to its end, and what it therefore knows to be gone.
 
 A stored case may leave a baseline only when it is certain that no test measures it any more. That
-a run lacks it proves nothing: the file may have been ignored, the test deselected or skipped. What
-proves it is the file itself, collected without an error and holding the test no longer, or a test
-that ran to its end and measured other cases.
+a run lacks it proves nothing: its file may have been ignored, its test deselected or skipped, or
+the test may choose its cases itself. What proves it is the file, collected without an error and
+holding the test no longer.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class Selection:
     chosen: set[str] = field(default_factory=set)  #: and those that were left to run
     deselected: set[str] = field(default_factory=set)  #: timed items that were left out
     finished: set[str] = field(default_factory=set)
-    passed: set[str] = field(default_factory=set)
     failed: dict[str, None] = field(default_factory=dict)  #: in setup, call or teardown, in order
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -85,8 +84,6 @@ class Selection:
         """Take one report of a test, on the controlling process."""
         if report.failed:
             self.failed.setdefault(report.nodeid)
-        elif report.when == "call" and report.passed and not hasattr(report, "wasxfail"):
-            self.passed.add(report.nodeid)
         if report.when not in ("setup", "call"):  # a crashed worker's has no phase
             self.finished.add(report.nodeid)
 
@@ -106,11 +103,8 @@ class Selection:
         return sorted(self.chosen - self.finished)
 
     def lacks(self, nodeid: str | None) -> bool:
-        """Whether it is certain that this item no longer is, or no longer measures what it did.
-
-        Asked of a stored case that the run has not measured.
-        """
+        """Whether it is certain that this item no longer is: its file was read, and has it not."""
         if nodeid is None or file_of(nodeid) not in self.files - self.broken:
             return False
-        is_without_fault = nodeid in self.passed and nodeid not in self.failed
-        return is_without_fault or nodeid not in self.collected
+        ungrouped, _, _ = nodeid.rpartition("@")  # "--dist=loadgroup" appends "@group"
+        return not {nodeid, ungrouped} & (self.collected | self.chosen)

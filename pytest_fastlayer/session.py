@@ -306,7 +306,6 @@ class Run:
                 rest = {name: case for name, case in old.cases.items() if name not in gone}
                 old = old.model_copy(update={"cases": rest})
             merge = baselines.merge(old, outcome.record, accept=accepted, selected_all=False)
-            merge = replace(merge, unused=tuple(gone))
             outcome.merge = merge
             if merge.refused:
                 self.errors.append(
@@ -314,6 +313,7 @@ class Run:
                     "mend them, or accept one by name with --fastlayer-accept CASE"
                 )
                 return
+            outcome.merge = replace(merge, unused=tuple(gone))
             baselines.save(merge.record, path)
             outcome.is_saved = True
             self.written.append(path)
