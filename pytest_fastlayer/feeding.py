@@ -43,11 +43,29 @@ class Stopwatch:
         return result
 
 
+def is_overlapping(tensor: torch.Tensor) -> bool:
+    """Whether two elements share memory (expanded tensors): such a tensor cannot be written."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in pairs)
+
+
+def overwrite(target: torch.Tensor, source: torch.Tensor, *, silently: bool) -> None:
+    """Write new contents to the same address; ``silently`` leaves the version counter as it is.
+
+    Kernels launched outside torch write silently too, so a cache keyed on address and version is
+    not a safe one for data.
+    """
+    with torch.inference_mode() if target.is_inference() else torch.no_grad():
+        (target.data if silently else target).copy_(source)
+
+
 class Feed:
     """The arguments that both arms are called with, renewed in place between quads.
 
     The same addresses with new contents are what a fast path meets in use, and what a recorded
-    result does not survive. Where a seed's tensors have other shapes, the arguments are replaced.
+    result does not survive. Data is written silently, so that one kept by address and version does
+    not either; masks and indices are not, as in the probe ``fresh_contents``. Where a seed's
+    tensors have other shapes, or cannot be written, the arguments are replaced.
     """
 
     def __init__(self, args: tuple[Any, ...], inputs: Callable[[int], Any] | None = None) -> None:
@@ -64,10 +82,11 @@ class Feed:
             isinstance(a, torch.Tensor)
             and isinstance(b, torch.Tensor)
             and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+            and not is_overlapping(a)
             for a, b in pairs
         )
         if not alike:
             self.args = fresh
             return
         for mine, new in pairs:
-            mine.copy_(new)
+            overwrite(mine, new, silently=mine.is_floating_point() or mine.is_complex())

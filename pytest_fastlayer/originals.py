@@ -66,6 +66,7 @@ DECIDING = (
     "accuracy",
     "clocks",
     "elementwise",
+    "feeding",
     "fingerprint",
     "immutable",
     "originals",

@@ -125,19 +125,3 @@ def veiled(*outputs: object, spare: Iterable[Key] = ()) -> Iterator[None]:
     finally:
         for flat in flats.values():
             flat.bitwise_not_()
-
-
-def is_overlapping(tensor: torch.Tensor) -> bool:
-    """Whether two elements share memory (expanded tensors): such a tensor cannot be written."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return any(size > 1 and stride == 0 for size, stride in pairs)
-
-
-def overwrite(target: torch.Tensor, source: torch.Tensor, *, silently: bool) -> None:
-    """Write new contents to the same address; ``silently`` leaves the version counter as it is.
-
-    Kernels launched outside torch write silently too, so a cache keyed on address and version is
-    not a safe one for data.
-    """
-    with torch.inference_mode() if target.is_inference() else torch.no_grad():
-        (target.data if silently else target).copy_(source)

@@ -16,6 +16,7 @@ import torch
 from pytest_fastlayer import records
 from pytest_fastlayer.accuracy import Comparison, Tolerance, compare
 from pytest_fastlayer.clocks import patched_timers
+from pytest_fastlayer.feeding import is_overlapping, overwrite
 from pytest_fastlayer.fingerprint import fingerprints
 from pytest_fastlayer.immutable import FrozenReference, freeze
 from pytest_fastlayer.originals import replaced_deciders
@@ -29,8 +30,6 @@ from pytest_fastlayer.probes.checks import (
     still_changing,
 )
 from pytest_fastlayer.probes.memory import (
-    is_overlapping,
-    overwrite,
     poison_free_memory,
     poisoned_allocations,
     storage_bytes,

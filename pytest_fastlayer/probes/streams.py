@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from pytest_fastlayer.feeding import is_overlapping, overwrite
 from pytest_fastlayer.outputs import tensors
-from pytest_fastlayer.probes.memory import is_overlapping, overwrite, poison_free_memory
+from pytest_fastlayer.probes.memory import poison_free_memory
 
 #: GPU cycles before the inputs arrive: some 30 ms at 1.8 GHz, far longer than any launch.
 DELAY_CYCLES = 50_000_000
