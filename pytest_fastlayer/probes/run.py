@@ -1,6 +1,6 @@
 """The probes in order. They share a handful of forwards, because one may take seconds.
 
-Without help that is two forwards of the reference and five of the candidate; none of the
+Without help that is two forwards of the reference and six of the candidate; none of the
 reference's where the caller hands in outputs and the arms have no weights to change.
 """
 
@@ -16,7 +16,7 @@ import torch
 from pytest_fastlayer import records
 from pytest_fastlayer.accuracy import Comparison, Tolerance, compare
 from pytest_fastlayer.clocks import patched_timers
-from pytest_fastlayer.feeding import is_overlapping, overwrite
+from pytest_fastlayer.feeding import LEFT, is_overlapping, overwrite, overwrite_most
 from pytest_fastlayer.fingerprint import fingerprints
 from pytest_fastlayer.immutable import FrozenReference, freeze
 from pytest_fastlayer.originals import replaced_deciders
@@ -55,6 +55,9 @@ SLACK = 4.0
 LONG_FORWARD_S = 5.0
 #: Lures, copies laid out for a candidate that searches memory, are made up to this many bytes.
 LURE_BYTES = 64 << 20
+#: A mixture of two inputs leaves so many elements at the ends, so that most of it is changed only
+#: from this size on.
+LARGE = 8 * LEFT
 
 
 def run_probes(
@@ -89,6 +92,7 @@ def run_probes(
     first = seeds[0] if seeds else 0
     second = seeds[1] if len(seeds) > 1 else first + 1
     run.same_address(first, second)
+    run.few_elements(first, second, long=cost is not None and cost[1] > LONG_FORWARD_S)
     run.unwritten_output()
     if torch.device(device).type == "cuda":
         run.side_stream(torch.device(device))
@@ -115,6 +119,7 @@ class _Run:
     found: list[records.Probe] = field(default_factory=list)
     args: tuple[Any, ...] = ()
     want: object = None  #: the reference's output for the present contents of ``args``
+    is_refilled: bool = False  #: the second contents came to the addresses of the first
     modes: Mapping[str, object] = field(default_factory=scoped_state)
     edits: list[str] = field(default_factory=list)  #: of the reference, before the first probe
     held: tuple[object, object] = ((), ())  #: an output and its fingerprint, kept to the end
@@ -158,6 +163,7 @@ class _Run:
         self._input_unchanged(before, first)
 
         note = self._refill(self.arguments(second), before)
+        self.is_refilled = not note
         lure = _lure(output)
         again = self.call("fresh contents at the same address", known)
         found = [fingerprints(lure)] if lure else []
@@ -231,6 +237,50 @@ class _Run:
         elif wrong:
             problem = f"wrong after the inputs' contents changed in place: {brief(wrong)}"
         self.record("fresh_contents", problem, note and f"not wholly checked: {note}")
+
+    def few_elements(self, first: int, second: int, *, long: bool) -> None:
+        """Nearly all data replaced at the same address, but for what a key is quickly read from.
+
+        A mixture of two inputs may be none (a matrix may lose its symmetry), and an honest
+        candidate then computes something else than the reference. So only a result that is bit for
+        bit the one of other data is held against it, where the reference's is another.
+        """
+        name, what = "few_elements", "all but a few elements changed in place"
+        fresh = tensors(self.arguments(first)) if self.is_refilled and not long else []
+        data = [
+            (place, mine, new)
+            for place, (mine, new) in enumerate(zip(tensors(self.args), fresh, strict=False))
+            if (mine.is_floating_point() or mine.is_complex()) and mine.numel() >= LARGE
+        ]
+        if not data:
+            why = (
+                f"a forward takes over {LONG_FORWARD_S:g} s"
+                if long
+                else f"no data of {LARGE} elements or more that was written in place"
+            )
+            self.record(name, note=f"not run: {why}")
+            return
+        problem = note = ""
+        before = fingerprints(self.held[0])
+        try:
+            for _, mine, new in data:
+                overwrite_most(mine, new)
+            del fresh
+            output = self.call(what, self.want)
+            if fingerprints(output) == before and self.failing(output, self.ask_reference(what)):
+                problem = (
+                    "the candidate returned its earlier result although all but a few elements of "
+                    "its inputs had changed: results are replayed by those few"
+                )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # an arm may refuse what is no input of its kind
+            note = f"not run: a mixture of two inputs raises {type(error).__name__}"
+        finally:
+            again = tensors(self.arguments(second))
+            for place, mine, _ in data:
+                overwrite(mine, again[place], silently=True)
+        self.record(name, problem, note)
 
     def unwritten_output(self) -> None:
         """Every allocation, and all freed memory, holds NaN: what is returned must be written."""

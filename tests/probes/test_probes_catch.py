@@ -56,6 +56,18 @@ def replays_by_shape() -> Candidate:
     return candidate
 
 
+def replays_by_one_element() -> Candidate:
+    cache: dict[float, torch.Tensor] = {}
+
+    def candidate(x: torch.Tensor) -> torch.Tensor:
+        key = float(x[-1, 0])
+        if key not in cache:
+            cache[key] = honest(x)
+        return cache[key].clone()
+
+    return candidate
+
+
 def returns_one_cached_buffer() -> Candidate:
     buffer: list[torch.Tensor] = []
 
@@ -202,6 +214,7 @@ CHEATS: list[tuple[Callable[[], Candidate], str, str]] = [
     (replays_by_pointer, "fresh_contents", "replayed by pointer"),
     (replays_by_identity_and_version, "fresh_contents", "replayed by pointer, version"),
     (replays_by_shape, "fresh_contents", "returned its earlier result"),
+    (replays_by_one_element, "few_elements", "replayed by those few"),
     (returns_one_cached_buffer, "two_outputs_held", "the same memory"),
     (returns_a_view_of_a_cached_buffer, "two_outputs_held", "the same memory"),
     (overwrites_its_input, "input_unchanged", "overwrote input[0]"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,3 +209,46 @@ def test_a_candidate_near_its_tolerance_is_imprecise_not_dishonest(probe: Any) -
             return super().forward(x) * 1.0199 + 0.0019 * self.weight.mean().sign()
 
     assert probe(Imprecise(layer), layer) == {}
+
+
+def symmetric(seed: int) -> tuple[torch.Tensor]:
+    (x,) = make_inputs(seed)
+    return (x @ x.T,)
+
+
+def lower_half(x: torch.Tensor) -> torch.Tensor:
+    """What an honest candidate may do with a matrix that is symmetric, and with no other."""
+    lower = x.tril()
+    return lower + x.tril(-1).T
+
+
+def refusing(x: torch.Tensor) -> torch.Tensor:
+    if not torch.equal(x, x.T):
+        raise ArithmeticError("not symmetric")
+    return x * 1.0
+
+
+@pytest.mark.parametrize(
+    ("candidate", "note"),
+    [(lower_half, ""), (refusing, "not run: a mixture of two inputs raises ArithmeticError")],
+)
+def test_a_mixture_that_is_no_input_accuses_nobody(
+    candidate: Callable[[torch.Tensor], torch.Tensor], note: str
+) -> None:
+    found = run_probes(lambda x: x * 1.0, candidate, symmetric, (1, 2), Tolerance())
+    assert [one.name for one in found if not one.passed] == []
+    assert {one.name: one.message for one in found}["few_elements"] == note
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        lambda seed: (make_inputs(seed)[0][:2],),
+        lambda seed: (make_inputs(seed)[0][:, :1].expand(16, WIDTH),),
+        {seed: make_inputs(seed) for seed in (1, 2)}.__getitem__,
+    ],
+    ids=["small", "expanded", "kept by the test"],
+)
+def test_inputs_that_cannot_be_mixed_accuse_nobody(inputs: Callable[[int], Any]) -> None:
+    found = run_probes(honest, honest, inputs, (1, 2), Tolerance())
+    assert [one.name for one in found if not one.passed] == []
