@@ -100,6 +100,7 @@ class Run:
                 continue
             after = self._judged(before, policy)
             self.errors += newly_red(before, after, policy)
+            self.errors += self._unsaid(before, policy)
             green &= not any(gate.is_failure(case.verdict, policy) for case in after.values())
             record = RunRecord.model_validate(
                 {
@@ -123,6 +124,18 @@ class Run:
             self._update_baselines()
         self._rescue()
         return green and not self.errors
+
+    def _unsaid(self, cases: Mapping[str, CaseRecord], policy: Policy) -> Iterable[str]:
+        """Red cases whose test did not fail, so that pytest says nothing of why the run does."""
+        from pytest_fastlayer import gate
+
+        for name, case in cases.items():
+            owner = self.owners[name]
+            if gate.is_failure(case.verdict, policy) and owner not in self.selection.failed:
+                yield (
+                    f"{case.verdict}: {name}: {case.reason}; the run is red, although {owner} did "
+                    "not fail (an xfail, a skip, or a failure that the test caught)"
+                )
 
     def _judged(self, cases: dict[str, CaseRecord], policy: Policy) -> dict[str, CaseRecord]:
         """The cases after the whole run's judgement, or as their items judged them."""

@@ -81,8 +81,8 @@ def with_fastest(pair: Pair, terms: Terms, arms: Sequence[Arm], device: torch.de
     judged as it stands.
 
     No more than two variants live at once. One that cannot be built again, or that raises beside
-    what leads, is left out: what leads goes on leading, and the notes say so. Where none of those
-    that passed can be built again, nothing leads: what the fastest raises is raised.
+    what leads, is left out: what leads goes on leading, and the notes say so. Before the first
+    that can, the pair's own candidate leads.
     """
     seconds = {
         arm.name: arm.timing.candidate_s
@@ -116,9 +116,8 @@ def with_fastest(pair: Pair, terms: Terms, arms: Sequence[Arm], device: torch.de
                     f"variant {name} beside {first}: {first_line(error)}; {first} went on leading"
                 )
         del challenger  # before the next is built, which may need its memory
-    if first is None:
-        first, champion = ranked[0], pair.variants[ranked[0]]()
-    notes.insert(0, f"--fastlayer-admit took variant {first} for the candidate")
+    took = "the pair's own candidate" if first is None else f"variant {first} for the candidate"
+    notes.insert(0, f"--fastlayer-admit took {took}")
     return replace(pair, candidate=champion, describe=partial(_with_notes, pair.describe, notes))
 
 

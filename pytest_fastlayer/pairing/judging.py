@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pytest_fastlayer import gate
+from pytest_fastlayer import comparability, gate
 from pytest_fastlayer.base import judging as base_judging
 from pytest_fastlayer.base.client import DishonestArmError, Request
 from pytest_fastlayer.base.threeway import Question, against_base
@@ -25,9 +25,10 @@ def judge(
     if draft.case.timing is None:
         return
     device = Device.model_validate(header["device"])
+    baseline = stored.of(device)
     draft.case = gate.judge(
         draft.case,
-        stored.of(device),
+        None if baseline is None else comparability.as_of(baseline, pair.name),
         name=pair.name,
         device=device,
         policy=terms.policy(),

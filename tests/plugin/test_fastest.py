@@ -167,12 +167,16 @@ def test_one_that_raises_beside_the_leader_is_told(chosen, said):
     assert said[1:] == ["variant b beside a: RuntimeError: tired; a went on leading"]
 
 
-def test_where_none_can_be_built_its_error_is_told(chosen):
+def test_where_none_can_be_built_again_the_pair_keeps_its_own(chosen, said):
     def make(name):
         raise MemoryError(name)
 
-    with pytest.raises(MemoryError, match="a"):
-        chosen([arm("b", 1.1, 2.0), arm("a", 1.0, 2.0)], None, make)
+    assert chosen([arm("b", 1.1, 2.0), arm("a", 1.0, 2.0)], None, make) == ("own", [])
+    assert said == [
+        "--fastlayer-admit took the pair's own candidate",
+        "variant a could not be built again: MemoryError: a",
+        "variant b could not be built again: MemoryError: b",
+    ]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), pytest.exit.Exception("enough")])

@@ -156,7 +156,7 @@ def test_spoil(paired):
         ("{'stress': {'a': inputs, 'b': raising}}", ("--fastlayer-stress=2",),
          "Tired: no more, raised while the case was stressed", {"accuracy", "probes", "stress"}),
         ("{'variants': {'a': lambda made=[]: made.append(1) or (fast(module) if len(made) < 2 else"
-         " raising())}}", ("--fastlayer-admit",),
+         " Counting(fast(module), 0))}}", ("--fastlayer-admit",),
          "Tired: no more, raised while the case was checked", {"variants"}),
     ],
 )  # fmt: skip
