@@ -69,7 +69,7 @@ def hurt(project, bench, record):
     return run
 
 
-@pytest.mark.parametrize("workers", [(), ("-n2",)])
+@pytest.mark.parametrize("workers", [(), ("-n1",)])
 def test_a_judge_that_raises_costs_no_figure(hurt, workers):
     if workers:
         pytest.importorskip("xdist")

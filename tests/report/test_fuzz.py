@@ -39,7 +39,7 @@ from pytest_fastlayer.report import text as texts
 
 LONG = int(os.environ.get("FASTLAYER_FUZZ", "0"))
 fuzz = settings(
-    max_examples=LONG or 80,
+    max_examples=LONG or 50,
     derandomize=not LONG,
     deadline=None,
     print_blob=True,
