@@ -27,12 +27,8 @@ def check_dense(x: object) -> None:
     raise InputError("x", kind, "a dense tensor [batch, tokens, d_model]", remedy)
 
 
-def check_input(x: torch.Tensor, d_model: int) -> str:
-    """The dtype's name.
-
-    Raises:
-        InputError: rank, width or dtype of ``x`` does not fit the model.
-    """
+def check_shape(x: torch.Tensor, d_model: int) -> None:
+    """Raises ``InputError`` where rank or width of ``x`` does not fit the model."""
     if x.dim() != 3 or x.shape[-1] != d_model:
         raise InputError(
             "x",
@@ -40,6 +36,15 @@ def check_input(x: torch.Tensor, d_model: int) -> str:
             f"[batch, tokens, {d_model}]",
             "The last dimension is the model's d_model.",
         )
+
+
+def check_input(x: torch.Tensor, d_model: int) -> str:
+    """The dtype's name.
+
+    Raises:
+        InputError: rank, width or dtype of ``x`` does not fit the model.
+    """
+    check_shape(x, d_model)
     dtype = str(x.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZES:
         raise InputError(

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from fastlayer.alterations import call_alteration
+from fastlayer.arguments import check_mask, check_shape
 from fastlayer.config import TransformerConfig, workspace_size
 from fastlayer.errors import InputError
 from fastlayer.reference import ReferenceAttention, ReferenceBlock, ReferenceTransformer
@@ -120,26 +121,9 @@ class Oracle(nn.Module):
                 f"a dense tensor [batch, tokens, {width}]",
                 "Pass the activations, padded where lengths differ.",
             )
-        if x.dim() != 3 or x.shape[-1] != width:
-            raise InputError(
-                "x",
-                f"shape {tuple(x.shape)}",
-                f"[batch, tokens, {width}]",
-                "The last dimension is the model's d_model.",
-            )
-        if mask is None:
-            return
-        given = type(mask).__name__
-        if isinstance(mask, torch.Tensor):
-            if (mask.dtype, mask.shape, mask.device) == (torch.bool, x.shape[:2], x.device):
-                return
-            given = f"shape {tuple(mask.shape)}, {mask.dtype}, on {mask.device}"
-        raise InputError(
-            "valid_token_mask",
-            given,
-            f"shape {tuple(x.shape[:2])}, torch.bool, on {x.device}",
-            "True marks a valid token; pass None where every token is valid.",
-        )
+        check_shape(x, width)
+        if mask is not None:
+            check_mask(mask, x)
 
     def _sample(self, x: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor) -> None:
         """One sample ``[n, d]`` into ``out``, which serves as the residual on the way."""
